@@ -1,0 +1,1 @@
+"""The embedded default: a real teacher, fair controls, one report."""

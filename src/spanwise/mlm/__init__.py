@@ -1,0 +1,1 @@
+"""Masked and masked-diffusion language models."""

@@ -1,0 +1,1 @@
+"""Pages that people look at: self-contained HTML, light and dark, no network."""

@@ -1,0 +1,1 @@
+"""The kernel: tokens as byte spans, rows as ragged sets."""

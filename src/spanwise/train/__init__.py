@@ -1,0 +1,1 @@
+"""Recipes, the trainer and its tasks, evaluation."""

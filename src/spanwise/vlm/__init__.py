@@ -1,0 +1,1 @@
+"""Vision-language collation: sixteen families, one pipeline."""

@@ -1,0 +1,1 @@
+"""Cross-tokenizer distillation: align, project, compare."""
