@@ -103,7 +103,7 @@ class BatchedDataDict(UserDict[str, Any]):
         return cls({key: _join(key, [batch[key] for batch in batches], pad_values or {}) for key in batches[0]})
 
     def shard(self, count: int, lengths: Sequence[int] | Tensor | None = None) -> list[BatchedDataDict]:
-        """Split into ``count`` batches of nearly equal tokens (by ``lengths``, else ``input_lengths``, else by rows)."""
+        """Split into ``count`` batches of nearly equal tokens: by ``lengths``, ``input_lengths`` or rows."""
         known = self.data.get("input_lengths") if lengths is None else lengths
         if known is None:
             known = [1] * self.size

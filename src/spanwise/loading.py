@@ -97,8 +97,8 @@ def _nothing_to_load(kind: str, source: str | os.PathLike[str], error: Exception
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
         f"no {kind} could be loaded from '{source}' ({type(error).__name__}: {first_line}); expected a hub name, a "
-        f"folder made by save_pretrained, {'a tokenizer.json ' if kind == 'tokenizer' else ''}or a .gguf file. The path "
-        "is probably misspelt, or the hub cannot be reached from here. Fix: check that the path exists, or download "
+        f"folder made by save_pretrained, {'a tokenizer.json ' if kind == 'tokenizer' else ''}or a .gguf file. The "
+        "path is probably misspelt, or the hub cannot be reached from here. Fix: check that the path exists, or download "
         "the files and give their folder."
     )
 
