@@ -27,9 +27,7 @@ def record(benchmark: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
     Each row holds figure, value, unit, and where there is one target, reached ("yes", "no" or "-") and context.
     """
-    complete = [
-        {column: "" for column in COLUMNS} | {"benchmark": benchmark, "machine": machine()} | dict(row) for row in rows
-    ]
+    complete = [dict.fromkeys(COLUMNS, "") | {"benchmark": benchmark, "machine": machine()} | dict(row) for row in rows]
     with RESULTS.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         old: list[dict[str, str]] = []

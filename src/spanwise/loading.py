@@ -98,8 +98,8 @@ def _nothing_to_load(kind: str, source: str | os.PathLike[str], error: Exception
     return (
         f"no {kind} could be loaded from '{source}' ({type(error).__name__}: {first_line}); expected a hub name, a "
         f"folder made by save_pretrained, {'a tokenizer.json ' if kind == 'tokenizer' else ''}or a .gguf file. The "
-        "path is probably misspelt, or the hub cannot be reached from here. Fix: check that the path exists, or download "
-        "the files and give their folder."
+        "path is probably misspelt, or the hub cannot be reached from here. Fix: check that the path exists, or "
+        "download the files and give their folder."
     )
 
 

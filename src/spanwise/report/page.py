@@ -1,0 +1,135 @@
+"""The one page template: self-contained HTML that opens anywhere, offline, in light and dark.
+
+Everything that people look at (an alignment, the first batches of a recipe, a run, the demo) is a list of sections in
+this frame. Pages hold no address of any network; styles and scripts are inline. O(page) memory.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #ffffff; --panel: #f5f6f8; --line: #d9dee4;
+  --accent: #1f6feb; --good: #1a7f37; --bad: #b3261e; --c0: #cfe3ff; --c1: #ffe3b8; --c2: #d3f1d6; --c3: #f8d3e4;
+  --c4: #e2d9fb; --c5: #c9eef0; --s0: #1f6feb; --s1: #d4720b; --s2: #1a7f37; --s3: #b0357a; --s4: #6b4fc8; --s5: #0b7d86; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6eaef; --soft: #9aa5b1; --paper: #0f1318; --panel: #181e25;
+  --line: #2c353f; --accent: #6cabff; --good: #5fd07a; --bad: #ff8a80; --c0: #17375e; --c1: #56400f; --c2: #174428;
+  --c3: #55203c; --c4: #382a66; --c5: #0f464b; --s0: #6cabff; --s1: #f2a650; --s2: #5fd07a; --s3: #ef86bd;
+  --s4: #ab97f2; --s5: #57c8d0; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }
+main { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: .4rem 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+p.subtitle { color: var(--soft); margin: 0 0 1rem; max-width: 60rem; } p.sentence { font-size: 1.2rem; max-width: 58rem; }
+a { color: var(--accent); } code, pre, .tokens { font-family: ui-monospace, "SFMono-Regular", Menlo, monospace; }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
+th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { font-weight: 600; color: var(--soft); } td.number, th.number { text-align: right; }
+.soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
+svg { max-width: 100%; height: auto; } svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
+"""
+
+TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<link rel="icon" href="data:,">
+<style>{{ style }}{{ extra_style }}</style>
+</head>
+<body>
+<main>
+<h1>{{ title }}</h1>
+{% if subtitle %}<p class="subtitle">{{ subtitle }}</p>{% endif %}
+{{ body }}
+</main>
+{% if script %}<script>{{ script }}</script>{% endif %}
+</body>
+</html>
+"""
+
+
+def render_page(*, title: str, body: str, subtitle: str = "", style: str = "", script: str = "") -> str:
+    """The page as HTML.
+
+    Args:
+        title: plain text, escaped here.
+        body: HTML, taken as it is: escape what came from a user with :func:`escape`.
+        subtitle: plain text, escaped here.
+        style: CSS beside the shared one.
+        script: JavaScript, taken as it is.
+    """
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE)
+    return template.render(
+        title=title,
+        subtitle=subtitle,
+        body=Markup(body),  # noqa: S704 — callers escape what came from a user
+        style=Markup(STYLE),  # noqa: S704
+        extra_style=Markup(style),  # noqa: S704
+        script=Markup(script),  # noqa: S704
+    )
+
+
+def write_page(
+    path: str | os.PathLike[str], *, title: str, body: str, subtitle: str = "", style: str = "", script: str = ""
+) -> Path:
+    """Write the page to ``path``, complete or not at all; returns the path. Arguments as :func:`render_page`."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    text = render_page(title=title, body=body, subtitle=subtitle, style=style, script=script)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as staging:
+        staging.write(text)
+    Path(staging.name).chmod(0o644)
+    Path(staging.name).replace(target)
+    return target
+
+
+def escape(text: object) -> str:
+    """Text made safe inside HTML, quotes included."""
+    return html.escape(str(text), quote=True)
+
+
+def section(heading: str, body: str) -> str:
+    """A heading (plain text) above a body (HTML)."""
+    return f"<section><h2>{escape(heading)}</h2>\n{body}\n</section>\n"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table of plain values; numbers are aligned to the right."""
+    body = []
+    numeric = [True] * len(columns)
+    for row in rows:
+        numeric = [was and _is_number(value) for was, value in zip(numeric, row, strict=True)]
+        body.append(row)
+    classes = [' class="number"' if right and body else "" for right in numeric]
+    head = "".join(f"<th{kind}>{escape(name)}</th>" for name, kind in zip(columns, classes, strict=True))
+    lines = "".join(
+        "<tr>"
+        + "".join(f"<td{kind}>{escape(shown(value))}</td>" for value, kind in zip(row, classes, strict=True))
+        + "</tr>\n"
+        for row in body
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{lines}</tbody></table></div>'
+
+
+def shown(value: object) -> str:
+    """How a value stands in a table: floats with four significant digits, the missing as a dash."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
