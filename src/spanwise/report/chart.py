@@ -92,7 +92,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
     step = next(m * magnitude for m in (1, 2, 5, 10) if m * magnitude >= raw * 0.999)
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [i * step for i in range(first, last + 1)]
 
 
 def _placer(x_ticks: Sequence[float], y_ticks: Sequence[float]) -> Callable[[float, float], Point]:

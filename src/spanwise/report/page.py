@@ -15,28 +15,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6570; --paper: #ffffff; --panel: #f5f6f8; --line: #d9dee4;
-  --accent: #1f6feb; --good: #1a7f37; --bad: #b3261e; --c0: #cfe3ff; --c1: #ffe3b8; --c2: #d3f1d6; --c3: #f8d3e4;
-  --c4: #e2d9fb; --c5: #c9eef0; --s0: #1f6feb; --s1: #d4720b; --s2: #1a7f37; --s3: #b0357a; --s4: #6b4fc8; --s5: #0b7d86; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6eaef; --soft: #9aa5b1; --paper: #0f1318; --panel: #181e25;
-  --line: #2c353f; --accent: #6cabff; --good: #5fd07a; --bad: #ff8a80; --c0: #17375e; --c1: #56400f; --c2: #174428;
-  --c3: #55203c; --c4: #382a66; --c5: #0f464b; --s0: #6cabff; --s1: #f2a650; --s2: #5fd07a; --s3: #ef86bd;
-  --s4: #ab97f2; --s5: #57c8d0; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.55 system-ui, sans-serif; }
-main { max-width: 76rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: .4rem 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-p.subtitle { color: var(--soft); margin: 0 0 1rem; max-width: 60rem; } p.sentence { font-size: 1.2rem; max-width: 58rem; }
-a { color: var(--accent); } code, pre, .tokens { font-family: ui-monospace, "SFMono-Regular", Menlo, monospace; }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; } .scroll { overflow-x: auto; }
-th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; color: var(--soft); } td.number, th.number { text-align: right; }
-.soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
-svg { max-width: 100%; height: auto; } svg text { fill: var(--soft); font: 11px system-ui, sans-serif; }
-:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-"""
+STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
