@@ -113,7 +113,8 @@ def _load(reader: str, files: list[str], stream: bool) -> Any:
         cause = error.__cause__ or error
         raise ValueError(
             f"{files[0]} could not be read as {reader} ({type(cause).__name__}: {str(cause).splitlines()[0]}); "
-            "expected a complete file of that kind with the same columns in every row. It is probably truncated or malformed. "
+            "expected a complete file of that kind with the same columns in every row. It is probably truncated or "
+            "malformed. "
             "Fix: check the line it names."
         ) from error
 

@@ -1,0 +1,150 @@
+"""The folder of a run: one run at a time, and nothing in it is ever half written.
+
+The lock is the kernel's (flock on ``.lock``), so a killed run frees it. A checkpoint is written under ``.staging``,
+gets a manifest with the size and SHA-256 of every file, and is renamed into place: it is complete or absent. Resuming
+verifies the manifest and refuses a checkpoint that lacks a file, the optimizer's state included.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from spanwise.loading import file_digest
+
+STAGING = ".staging"
+LOCK = ".lock"
+MANIFEST = "manifest.json"
+CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+# What a run cannot be continued without; sharded (FSDP) checkpoints keep the optimizer in a folder of this name.
+OPTIMIZER_NAMES = ("optimizer.pt", "optimizer.bin", "optimizer_0")
+
+
+class RunFolder:
+    """Exclusive use of an output folder, as a context manager.
+
+    Args:
+        path: made if it is not there.
+        resume: continue what lies in it; without it a folder that holds anything is refused.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
+        self.path = Path(path)
+        self.resume = resume
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> RunFolder:
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(
+                f"output is '{self.path}', which is a file; expected a folder. Fix: name another output folder."
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK).open("a+")
+        except OSError as error:
+            raise ValueError(
+                f"the output folder '{self.path}' cannot be written ({error.strerror}); expected a folder on a disk "
+                "with room that this user may write to. Fix: name another output folder, or free space."
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ValueError(
+                f"the output folder '{self.path}' is in use by another run; expected one run per folder. Two runs were "
+                "probably started from the same recipe. Fix: wait for the other, or pass output=OTHER_FOLDER."
+            ) from None
+        left = sorted(entry.name for entry in self.path.iterdir() if entry.name not in (LOCK, STAGING))
+        if left and not self.resume:
+            self.close()
+            raise ValueError(
+                f"the output folder '{self.path}' is not empty "
+                f"({', '.join(left[:4])}{', …' if len(left) > 4 else ''}); "
+                "expected an empty one. It probably holds an earlier run. Fix: pass --resume to continue that run, or "
+                "name another output folder."
+            )
+        shutil.rmtree(self.path / STAGING, ignore_errors=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the folder for the next run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def newest_checkpoint(self) -> Path | None:
+        """The verified checkpoint with the highest step, None where there is none yet."""
+        found = checkpoints(self.path)
+        if not found:
+            return None
+        verify_checkpoint(found[-1])
+        return found[-1]
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoint folders by ascending step."""
+    steps = [(int(match[1]), entry) for entry in folder.iterdir() if (match := CHECKPOINT.match(entry.name))]
+    return [entry for _, entry in sorted(steps)]
+
+
+def publish_checkpoint(staged: Path, final: Path) -> None:
+    """Write the manifest of a staged checkpoint, flush it to disk, rename it into place."""
+    files = sorted(file for file in staged.rglob("*") if file.is_file())
+    entries = {
+        str(file.relative_to(staged)): {"bytes": file.stat().st_size, "sha256": file_digest(file)} for file in files
+    }
+    manifest = staged / MANIFEST
+    manifest.write_text(json.dumps({"version": 1, "files": entries}, indent=1))
+    for file in [*files, manifest]:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    if final.exists():
+        shutil.rmtree(final)
+    staged.rename(final)
+    directory = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Refuse a checkpoint that is not exactly what was written, or that a run cannot be continued from."""
+    fix = f"Fix: delete '{folder}' to continue from the checkpoint before it."
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        raise ValueError(
+            f"the checkpoint '{folder}' has no {MANIFEST}; expected one that Spanwise wrote. It was probably written "
+            "by "
+            f"another tool or copied in part. {fix}"
+        )
+    entries = json.loads(manifest.read_text())["files"]
+    for name, entry in entries.items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(
+                f"the checkpoint '{folder}' lacks {name}; expected every file of its manifest, the optimizer's state "
+                f"included. It was probably cleaned up by hand. {fix}"
+            )
+        if file.stat().st_size != entry["bytes"] or file_digest(file) != entry["sha256"]:
+            raise ValueError(
+                f"{file} differs from what was written ({file.stat().st_size:,} bytes, expected {entry['bytes']:,} "
+                "with "
+                f"sha256 {entry['sha256'][:12]}…). The disk or a copy probably damaged it. {fix}"
+            )
+    if not any(name.split("/")[0] in OPTIMIZER_NAMES for name in entries):
+        raise ValueError(
+            f"the checkpoint '{folder}' holds no optimizer state; expected one, since without it the run would not "
+            f"continue but start its optimizer anew. It was probably saved with save_only_model. {fix}"
+        )
