@@ -328,8 +328,8 @@ def _refuse_python_lists(template: ChatTemplate, messages: Sequence[Message], ch
     rendered = template.attempt(probe)
     if rendered is not None and repr(word) in rendered:  # private-use characters are escaped in Python code
         raise ValueError(
-            f"the chat template of {template.name} prints list content as Python code ({{'type': 'text', …}}); expected "
-            "a template that prints the text of each part. It was probably written for content that is a string. "
+            f"the chat template of {template.name} prints list content as Python code ({{'type': 'text', …}}); "
+            "expected a template that prints the text of each part. It was probably written for content that is a string. "
             "Fix: join the text parts into one string, or set a template that handles lists of parts."
         )
 
@@ -343,6 +343,6 @@ def _unproven(template: ChatTemplate, turn: int, why: str) -> str:
     return (
         f"what the assistant said in message {turn} cannot be proven: the chat template of {template.name} {why} "
         f"(it begins {shown!r}); expected a rendering in which the turn can be located. The template probably "
-        "rewrites earlier turns or depends on what is said. Fix: put {% generation %} … {% endgeneration %} around the answer in "
-        "the template, or drop this conversation."
+        "rewrites earlier turns or depends on what is said. Fix: put {% generation %} … {% endgeneration %} around the "
+        "answer in the template, or drop this conversation."
     )
