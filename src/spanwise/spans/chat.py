@@ -329,8 +329,8 @@ def _refuse_python_lists(template: ChatTemplate, messages: Sequence[Message], ch
     if rendered is not None and repr(word) in rendered:  # private-use characters are escaped in Python code
         raise ValueError(
             f"the chat template of {template.name} prints list content as Python code ({{'type': 'text', …}}); "
-            "expected a template that prints the text of each part. It was probably written for content that is a string. "
-            "Fix: join the text parts into one string, or set a template that handles lists of parts."
+            "expected a template that prints the text of each part. It was probably written for content that is a "
+            "string. Fix: join the text parts into one string, or set a template that handles lists of parts."
         )
 
 
