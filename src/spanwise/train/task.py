@@ -9,7 +9,7 @@ multiply each term's sum with. To add a task, write a module with ``TaskRecipe``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -73,14 +73,3 @@ class Task(Protocol):
     def close(self) -> None:
         """Free teachers and files."""
         ...
-
-
-@dataclass
-class TermLog:
-    """Sums of one optimizer step, by term, reduced over micro-batches (and ranks when asked for)."""
-
-    totals: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add a detached scalar."""
-        self.totals[name] = self.totals[name] + value if name in self.totals else value
