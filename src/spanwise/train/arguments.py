@@ -1,0 +1,53 @@
+"""From a recipe's ``train`` section to transformers' TrainingArguments, with defaults that fit what is measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from spanwise.train.recipe import Recipe, RecipeError
+
+
+def training_arguments(recipe: Recipe, folder: Path, *, has_evaluation: bool, best_metric: tuple[str, bool]) -> Any:
+    """The arguments of a run.
+
+    Evaluation and saving happen every 500 steps unless said otherwise; with held-out data the checkpoint with the best
+    measure is the one the run ends with, as long as both happen at the same steps.
+    """
+    given = dict(recipe.train)
+    evaluates = given.get("eval_strategy", "steps" if has_evaluation else "no") != "no"
+    if evaluates and not has_evaluation:
+        raise RecipeError(
+            f"train.eval_strategy is '{given['eval_strategy']}' and data.eval is not given; expected held-out text to "
+            "measure on. Fix: set data.eval, or train.eval_strategy=no."
+        )
+    every = given.get("save_steps", given.get("eval_steps", 500))
+    defaults: dict[str, Any] = {
+        "eval_strategy": "steps" if evaluates else "no",
+        "eval_steps": every if evaluates else None,
+        "save_strategy": "steps",
+        "save_steps": every,
+        "save_total_limit": 3,
+        "logging_steps": 10,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    together = defaults | given
+    if evaluates and together["save_strategy"] == together["eval_strategy"]:
+        metric, higher = best_metric
+        defaults |= {
+            "load_best_model_at_end": True,
+            "metric_for_best_model": f"eval_{metric}",
+            "greater_is_better": higher,
+        }
+    chosen = defaults | given | {"remove_unused_columns": False, "seed": recipe.seed, "output_dir": str(folder)}
+    try:
+        return TrainingArguments(**chosen)
+    except (ValueError, TypeError, ImportError) as error:
+        raise RecipeError(
+            f"train: {error} (from transformers.TrainingArguments). A value probably does not fit this machine or "
+            "another value. Fix: change the value it names."
+        ) from error

@@ -1,0 +1,192 @@
+"""One recipe, one run: lock the folder, build the task, train, measure, report.
+
+What can be known to be wrong before the first step is refused before it, and before the folder is touched where
+possible. The folder ends up holding the model and tokenizer (loadable by transformers), ``recipe.yaml``, ``log.jsonl``,
+``report.html`` and the checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spanwise.train.recipe import Recipe, RecipeError, read_yaml, write_recipe
+from spanwise.train.recipe import TASK_MODULES as TASKS
+from spanwise.train.run_folder import RunFolder
+
+RECIPE_NAME = "recipe.yaml"
+REPORT_NAME = "report.html"
+# Sections that a continued run may change without becoming another run.
+MAY_CHANGE = {"train", "eval", "ray", "output"}
+
+
+class Preempted(SystemExit):
+    """The run was asked to stop (SIGTERM), saved a checkpoint and ended; exit code 143."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(143)
+        self.step = step
+
+
+def train(recipe: Recipe, *, resume: bool = False, callbacks: list[Any] | None = None) -> dict[str, Any]:
+    """Run a recipe to its end.
+
+    Args:
+        recipe: validated.
+        resume: continue the newest checkpoint in the output folder.
+        callbacks: transformers' callbacks beside ours.
+
+    Returns:
+        loss_per_step, bits_per_byte (None without held-out data), output, report, and the task's other last measures.
+    """
+    if recipe.ray.workers:
+        ray_run: Any = importlib.import_module("spanwise.train.ray_run")
+        result: dict[str, Any] = ray_run.train_on_ray(recipe, resume=resume)
+        return result
+    with _one_run(Path(recipe.output), resume=resume) as folder:
+        return run_in_folder(recipe, folder, resume=resume, callbacks=callbacks)
+
+
+def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list[Any] | None = None) -> dict[str, Any]:
+    """What :func:`train` does once the folder is ours; every rank of a distributed run calls it."""
+    import transformers
+    from transformers.utils import logging as transformers_logging
+
+    from spanwise.train.arguments import training_arguments
+    from spanwise.train.progress import PreemptionCallback, ProgressCallback
+    from spanwise.train.run_log import RunLog
+    from spanwise.train.trainer import SpanwiseTrainer
+
+    transformers_logging.disable_progress_bar()
+    checkpoint = _checkpoint(folder, recipe, resume=resume)
+    transformers.set_seed(recipe.seed)
+    began = time.time()
+    module: Any = importlib.import_module(TASKS[recipe.task])
+    task: Any = module.build(recipe, folder)
+    try:
+        arguments = training_arguments(recipe, folder, has_evaluation=task.has_evaluation, best_metric=task.best_metric)
+        _check_room(folder, task.model)
+        first_rank = arguments.process_index == 0
+        if first_rank:
+            write_recipe(recipe, folder / RECIPE_NAME)
+        preemption = PreemptionCallback()
+        log = RunLog(folder, writes=first_rank)
+        trainer = SpanwiseTrainer(task, arguments, log, [ProgressCallback(), preemption, *(callbacks or [])])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if preemption.received:
+            raise Preempted(trainer.state.global_step)
+        return _finish(recipe, folder, trainer, task, seconds=time.time() - began)
+    finally:
+        task.close()
+
+
+@contextlib.contextmanager
+def _one_run(path: Path, *, resume: bool) -> Iterator[Path]:
+    """The folder, locked by the first rank; other ranks of a distributed run rely on it."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        yield path
+        return
+    with RunFolder(path, resume=resume) as folder:
+        yield folder.path
+
+
+def _checkpoint(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
+    from spanwise.train.run_folder import checkpoints, verify_checkpoint
+
+    if not resume:
+        return None
+    earlier = folder / RECIPE_NAME
+    if earlier.is_file():
+        refuse_another_run(read_yaml(earlier.read_text(encoding="utf-8"), name=str(earlier)), recipe)
+    found = checkpoints(folder)
+    if not found:
+        return None
+    verify_checkpoint(found[-1])
+    return found[-1]
+
+
+def refuse_another_run(earlier: dict[str, Any], recipe: Recipe) -> None:
+    """A continued run must be the same run: student, teachers, data, loss and seed."""
+    now = recipe.model_dump(mode="json")
+    changed = sorted(key for key in now if key not in MAY_CHANGE and earlier.get(key) != now[key])
+    if changed:
+        before = yaml.safe_dump({key: earlier.get(key) for key in changed}, default_flow_style=True, width=10_000)
+        raise RecipeError(
+            f"--resume was asked with another {', '.join(changed)} than the run in '{recipe.output}' had "
+            f"({before.strip()}); expected the same run. The recipe was probably edited in between. "
+            "Fix: undo the edit, or name another output folder to begin a new run."
+        )
+
+
+def _check_room(folder: Path, model: Any) -> None:
+    """Refuse a disk that cannot hold two checkpoints (weights, and two fp32 moments per trained parameter)."""
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    moments = sum(p.numel() * 8 for p in model.parameters() if p.requires_grad)
+    needed, free = 2 * (weights + moments), shutil.disk_usage(folder).free
+    if free < needed:
+        raise ValueError(
+            f"the disk of '{folder}' has {free / 2**30:.2f} GiB free; expected at least {needed / 2**30:.2f} GiB for "
+            "two "
+            "checkpoints. Fix: free space, or name an output folder on another disk."
+        )
+
+
+def _finish(recipe: Recipe, folder: Path, trainer: Any, task: Any, *, seconds: float) -> dict[str, Any]:
+    """Measure, save the model at the folder's root, write the report."""
+    from spanwise.train.run_report import write_run_report
+
+    measured = task.evaluate(trainer.model_wrapped) if task.has_evaluation else {}
+    trainer.save_model(str(folder))
+    steps = [entry for entry in trainer.run_log.entries if entry["kind"] == "step"]
+    result = {
+        "loss_per_step": [entry["loss"] for entry in steps],
+        "bits_per_byte": None,
+        **measured,
+        "left_out": task.left_out(),
+        "output": str(folder),
+        "report": str(folder / REPORT_NAME),
+    }
+    if trainer.args.process_index == 0:
+        write_run_report(folder / REPORT_NAME, recipe, trainer.run_log, task, measured, seconds)
+        write_card(folder, recipe, measured)
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub()
+    return result
+
+
+def write_card(folder: Path, recipe: Recipe, measured: dict[str, float]) -> None:
+    """The model card: what was trained, from what, how well, and the whole recipe."""
+    teachers = [
+        str(next(t[k] for k in ("model", "cache", "url", "process") if t.get(k)))
+        + f" ({t['loss'] if isinstance(t['loss'], str) else t['loss']['name']})"
+        for t in recipe.model_dump(mode="json").get("teachers", [])
+    ]
+    student = recipe.student.model if isinstance(recipe.student.model, str) else "random weights"
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags: [spanwise]",
+        "---",
+        f"# {folder.name}",
+        "",
+        f"Trained with Spanwise: task `{recipe.task}`, student {student}"
+        + (f", teachers {', '.join(teachers)}" if teachers else "")
+        + f", data {recipe.data.train}.",
+        "",
+        *(f"- {name}: {value:.4g}" for name, value in measured.items()),
+        "",
+        "```yaml",
+        yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).rstrip(),
+        "```",
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

@@ -1,0 +1,144 @@
+"""The student: any causal language model, from anywhere, ready to be trained and saved.
+
+A GGUF file is dequantised by a clone (``loading``); a mapping of configuration fields gives random weights; a PEFT
+section puts adapters on. The tokenizer's size and the head's are compared before anything else happens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spanwise.loading import load_model, load_tokenizer
+from spanwise.train.recipe import Student, TokenizerFromCorpus
+
+logger = logging.getLogger(__name__)
+
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def student_tokenizer(student: Student, folder: Path, texts: Iterable[str]) -> Any:
+    """The student's tokenizer; one that is trained from the corpus is kept in the run's folder and reused on resume."""
+    if isinstance(student.tokenizer, TokenizerFromCorpus):
+        kept = folder / TOKENIZER_FOLDER
+        if not (kept / "tokenizer.json").is_file():
+            train_byte_bpe(texts, student.tokenizer.vocab_size).save_pretrained(kept)
+        return load_tokenizer(kept)
+    source = student.tokenizer or student.model
+    if not isinstance(source, str):
+        raise ValueError(
+            "student.model is a configuration and student.tokenizer is not given; expected a tokenizer, since a "
+            "configuration brings none. Fix: set student.tokenizer to a name or a folder, or to {vocab_size: 2048} to "
+            "train one on the corpus."
+        )
+    return load_tokenizer(source)
+
+
+def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    """A byte-level BPE trained on texts: GPT-2's kind, with an end-of-text token that also pads.
+
+    >>> len(train_byte_bpe(["a b a b a b"], 300)) <= 300
+    True
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+
+
+def student_model(student: Student, tokenizer: Any) -> Any:
+    """The model to be trained, adapters on where the recipe says so."""
+    if isinstance(student.model, str):
+        model: Any = load_model(student.model, dtype=DTYPES[student.dtype], **student.options)
+    else:
+        model = fresh_model(student.model, tokenizer, student.dtype)
+    check_head(model, tokenizer)
+    return with_adapters(model, student.peft) if student.peft is not None else model
+
+
+def fresh_model(fields: dict[str, Any], tokenizer: Any, dtype: str = "float32") -> Any:
+    """Random weights from configuration fields; vocabulary and special ids default to the tokenizer's."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if "model_type" not in fields:
+        raise ValueError(
+            f"student.model has the fields {', '.join(fields)}; expected model_type among them (llama, qwen2, …), "
+            "which "
+            "says what to build. Fix: add student.model.model_type."
+        )
+    defaults = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    kind = fields["model_type"]
+    config = AutoConfig.for_model(kind, **(defaults | {key: v for key, v in fields.items() if key != "model_type"}))
+    return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+
+
+def check_head(model: Any, tokenizer: Any) -> None:
+    """Refuse a head narrower than the tokenizer; say once that a wider one is cut."""
+    width, size = int(model.get_output_embeddings().weight.shape[0]), len(tokenizer)
+    if width < size:
+        raise ValueError(
+            f"the student's head scores {width:,} tokens and its tokenizer has {size:,}; expected a head at least as "
+            "wide. The tokenizer is probably another model's. Fix: use the model's own tokenizer, or move the model "
+            "onto "
+            "this one first: spanwise swap MODEL TOKENIZER -o OUT."
+        )
+    if width > size:
+        logger.info("the student's head scores %d tokens and is cut to the tokenizer's %d", width, size)
+
+
+def with_adapters(model: Any, fields: dict[str, Any]) -> Any:
+    """Put LoRA adapters on a model."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "student.peft is set and the package peft is not installed. Fix: pip install 'spanwise[peft]'."
+        ) from error
+    try:
+        config = LoraConfig(task_type="CAUSAL_LM", **fields)
+    except TypeError as error:
+        raise ValueError(
+            f"student.peft has a field that peft.LoraConfig does not know ({error}); expected its fields, as r, "
+            "lora_alpha, target_modules. Fix: see the documentation of peft.LoraConfig."
+        ) from error
+    return get_peft_model(model, config)
+
+
+def corpus_texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The text of rows of any kind, for training a tokenizer."""
+    for row in rows:
+        if row.get("text"):
+            yield row["text"]
+        for key in ("messages", "message_log"):
+            for turn in row.get(key) or []:
+                if isinstance(turn.get("content"), str):
+                    yield turn["content"]
+        if row.get("prompt"):
+            yield str(row["prompt"]) + str(row.get("completion") or "")
