@@ -1,1 +1,64 @@
-"""The loss families, each a function from scores and an alignment to a sum and a count."""
+"""Losses for distillation across tokenizers, as plain functions on tensors.
+
+Every loss is called ``loss(student_logits, scores, alignment, …, scale=None)`` and returns
+:class:`~spanwise.loss_parts.LossParts`: a sum, a count and metrics. Entry t of all logits speaks about token t + 1;
+nothing is shifted by the caller.
+
+**Counts before floats.** What a loss counts follows from integers, so that a trainer can reduce it over micro-batches
+and ranks before the first forward pass and hand each loss ``scale = weight / global count``:
+
+==================================  ==========================  ==============================================
+loss                                counts                      plan, count, plan from a collator's batch
+==================================  ==========================  ==============================================
+projected_kl, gold, alm, uld        valid chunks                plan_chunks, count_chunks, chunk_plan_of_batch
+prefix_kl                           supervised positions        plan_prefix, count_prefix_positions,
+prefix_plan_of_batch next_token_ce, same_vocab_kl        supervised tokens           plan_tokens, count_tokens,
+token_plan_of_batch ==================================  ==========================
+==============================================
+
+A plan's ``.count`` is the term's count (each unit weighted by its document's ``sample_mask``); hand the plan to the
+loss (``plan=plan``) and nothing is planned twice. Any split into micro-batches, ranks or packed rows gives the same
+sums.
+
+    plans = [prefix_plan_of_batch(micro, trie) for micro in micro_batches]
+    total_count = dp_all_reduce_sum(sum(plan.count for plan in plans))
+    for micro, plan in zip(micro_batches, plans):
+        parts = prefix_kl(model(...).logits, scores, trie=trie, plan=plan, scale=kd_weight / max(float(total_count),
+        1.0)) parts.total.backward()
+"""
+
+from spanwise.xtoken.losses.cross_entropy import next_token_ce
+from spanwise.xtoken.losses.plan import (
+    ChunkPlan,
+    TokenPlan,
+    chunk_plan_of_batch,
+    count_chunks,
+    count_tokens,
+    plan_chunks,
+    plan_tokens,
+    token_plan_of_batch,
+)
+from spanwise.xtoken.losses.prefix import prefix_kl
+from spanwise.xtoken.losses.prefix_plan import PrefixPlan, count_prefix_positions, plan_prefix, prefix_plan_of_batch
+from spanwise.xtoken.losses.prefix_targets import PrefixTargets, prefix_targets
+from spanwise.xtoken.losses.trie import PrefixTrie
+
+__all__ = [
+    "ChunkPlan",
+    "PrefixPlan",
+    "PrefixTargets",
+    "PrefixTrie",
+    "TokenPlan",
+    "chunk_plan_of_batch",
+    "count_chunks",
+    "count_prefix_positions",
+    "count_tokens",
+    "next_token_ce",
+    "plan_chunks",
+    "plan_prefix",
+    "plan_tokens",
+    "prefix_kl",
+    "prefix_plan_of_batch",
+    "prefix_targets",
+    "token_plan_of_batch",
+]

@@ -1,0 +1,153 @@
+"""The tile loop that every loss over student logits shares: value and gradient in one pass, without [rows, V] copies.
+
+A :class:`RowLoss` names the predictor rows it reads, grouped into tiles, and turns one tile of logits into its part of
+the loss and, in the same memory, into the gradient. :func:`over_logits` runs it over logits that exist; the fused form
+(``fused.py``) over hidden states and a head. Gradients are made in the forward pass, so nothing of the tile is kept:
+memory beyond the gradient is O(tile · V), whatever the number of rows.
+
+Sums, softmax and logarithms are float32 (float64 for float64 logits) inside any autocast.
+
+Shapes: B rows, S student length, V student vocabulary (the head may be wider), R rows of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from typing_extensions import override
+
+from spanwise.loss_parts import nothing_counted
+
+# Elements of float32 workspace per tile: 16 MiB, about what stays in a last-level cache.
+TILE_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A range of rows and the range of units (chunks or tokens) they make up."""
+
+    first_row: int
+    last_row: int
+    first_unit: int
+    last_unit: int
+
+
+@runtime_checkable
+class RowLoss(Protocol):
+    """A loss that can be evaluated tile by tile over student rows.
+
+    Attributes:
+        rows: predictor positions (row · S + position), each at most once.
+        width: the student tokenizer's size; a wider head is cut to it.
+        tiles: in order; together they cover all rows.
+    """
+
+    rows: Int64[Tensor, " R"]
+    width: int
+    tiles: list[Tile]
+
+    def evaluate(self, tile: Tile, logits: Float[Tensor, "R V"], *, gradient: bool) -> Float[Tensor, ""]:
+        """The tile's part of the total; with ``gradient``, ``logits`` is overwritten by the total's gradient."""
+        ...
+
+
+def make_tiles(starts: Int64[Tensor, " N1"], width: int, *, breaks: Int64[Tensor, " N"] | None = None) -> list[Tile]:
+    """Group units into tiles of about ``TILE_ELEMENTS`` logits; a unit is never split.
+
+    Args:
+        starts: where each unit's rows begin, and their total.
+        width: logits per row.
+        breaks: a tile never crosses a change of this value.
+    """
+    bounds = starts.tolist()
+    kind = breaks.tolist() if breaks is not None else None
+    room = max(1, TILE_ELEMENTS // max(width, 1))
+    tiles: list[Tile] = []
+    first = 0
+    for unit in range(1, len(bounds)):
+        full = unit == len(bounds) - 1 or bounds[unit + 1] - bounds[first] > room
+        if full or (kind is not None and kind[unit] != kind[unit - 1]):
+            tiles.append(Tile(bounds[first], bounds[unit], first, unit))
+            first = unit
+    return tiles
+
+
+def row_tiles(count: int, width: int) -> list[Tile]:
+    """Tiles over units of one row each."""
+    room = max(1, TILE_ELEMENTS // max(width, 1))
+    return [Tile(at, min(at + room, count), at, min(at + room, count)) for at in range(0, count, room)]
+
+
+def over_logits(student_logits: Float[Tensor, "B S Vh"], loss: RowLoss, *, inplace: bool = False) -> Float[Tensor, ""]:
+    """The total of ``loss`` over logits, with a graph.
+
+    Args:
+        student_logits: a head wider than ``loss.width`` is cut; its surplus columns get gradient 0.
+        loss: what to evaluate.
+        inplace: write the gradient into the memory of ``student_logits``, which is lost for every other reader.
+    """
+    head = student_logits.shape[-1]
+    if head < loss.width:
+        raise ValueError(
+            f"the student's head scores {head:,} tokens and its tokenizer has {loss.width:,}; expected a head at least "
+            "as "
+            "wide. The projection or tokenizer probably belongs to another student. Fix: rebuild the projection: "
+            "spanwise project build STUDENT TEACHER -o FILE, or resize the model's embeddings."
+        )
+    if not len(loss.rows):
+        return nothing_counted(student_logits)
+    total: Tensor = cast("Any", _OverLogits).apply(student_logits, loss, inplace)
+    return total
+
+
+class _OverLogits(torch.autograd.Function):
+    """Evaluates a RowLoss and keeps only its gradient."""
+
+    @staticmethod
+    @override
+    def forward(*arguments: Any, **_: Any) -> Tensor:
+        ctx, logits, loss, inplace = cast("tuple[Any, Tensor, RowLoss, bool]", arguments)
+        wanted = bool(ctx.needs_input_grad[0])
+        gradient = None
+        if wanted:
+            gradient = (
+                logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            )
+        compute = torch.promote_types(logits.dtype, torch.float32)
+        total = torch.zeros((), dtype=torch.float64 if logits.device.type != "mps" else compute, device=logits.device)
+        length, width = logits.shape[1], loss.width
+        with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
+            for tile in loss.tiles:
+                rows = loss.rows[tile.first_row : tile.last_row]
+                at = (rows // length, rows % length)
+                work = logits.detach()[..., :width][at].to(compute)
+                total += loss.evaluate(tile, work, gradient=wanted)
+                if gradient is not None:
+                    gradient[..., :width][at] = work.to(gradient.dtype)
+            if gradient is not None:
+                _clear_the_rest(gradient, loss.rows, width)
+        ctx.gradient = gradient
+        return total.to(compute)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (grad_output,) = grad_outputs
+        gradient: Tensor = ctx.gradient
+        if float(grad_output) != 1.0:
+            gradient = gradient * grad_output.to(gradient.dtype)
+        return gradient, None, None
+
+
+def _clear_the_rest(gradient: Tensor, rows: Tensor, width: int) -> None:
+    """Zero what no tile wrote: rows outside the plan, and columns beyond the tokenizer."""
+    length = gradient.shape[1]
+    unread = torch.ones(gradient.shape[0] * length, dtype=torch.bool, device=gradient.device)
+    unread[rows] = False
+    rest = unread.nonzero().squeeze(1)
+    gradient[rest // length, rest % length] = 0.0
+    gradient[..., width:] = 0.0
