@@ -1,0 +1,225 @@
+"""Write a batch as one frame: sections are collected as pieces of memory and joined in a single pass.
+
+Nothing is copied before the join: a column that is already end to end is one piece, a padded one is one piece per row.
+O(bytes kept + N) time; memory is the frame itself. The reading side is frames.py.
+
+Shapes: N rows, S padded width, ``*tail`` further dimensions of one token.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from spanwise.dataplane.codec import nested_parts
+from spanwise.dataplane.frame_format import (
+    PREFIX_BYTES,
+    Group,
+    Header,
+    ObjectField,
+    Section,
+    ValueField,
+    align,
+    write_prefix,
+)
+from spanwise.dataplane.objects import encode_object
+from spanwise.dataplane.ragged import byte_view, plain, span_slices
+from spanwise.dataplane.schema import DTYPE_NAMES, DTYPES
+
+Pieces = list[memoryview]
+
+
+def encode_frame(
+    fields: Mapping[str, Any],
+    groups: Mapping[str, Tensor | Sequence[int]] | None = None,
+    objects: Mapping[str, Any] | None = None,
+    tags: Sequence[Mapping[str, Any]] | None = None,
+    alloc: Callable[[int], Any] = bytearray,
+    *,
+    group_of: Mapping[str, str] | None = None,
+    checksums: bool = False,
+) -> Any:
+    """A batch as one buffer.
+
+    Args:
+        fields: name → tensor [N, ...], nested tensor, or object array. Tensors of any device and dtype.
+        groups: name → row lengths [N]. A nested tensor joins the group of its lengths (or founds one of its own name);
+            a rectangle [N, S, ...] joins the group whose longest row is S and travels without its padding.
+        objects: name → N Python objects of the allow-list.
+        tags: one dict per row.
+        alloc: size → writable buffer; the default joins straight into a bytearray.
+        group_of: field → group for rectangles, by name; with it no shape is guessed.
+        checksums: also protect payload sections by CRC-32 (offsets, objects, tags and header always are).
+
+    Returns:
+        What ``alloc`` returned, filled.
+
+    >>> import torch
+    >>> from spanwise.dataplane.frames import decode_frame
+    >>> ids = torch.tensor([[1, 2], [3, 0]])
+    >>> buffer = encode_frame({"ids": ids}, groups={"tok": [2, 1]}, objects={"info": ["a", None]})
+    >>> frame = decode_frame(buffer)
+    >>> frame.values("ids").tolist(), frame.row(1)["info"], frame.padded()["ids"].tolist()
+    ([1, 2, 3], None, [[1, 2], [3, 0]])
+    """
+    builder = _Builder(fields, groups or {}, objects or {}, tags, group_of, checksums)
+    header, pieces, payload = builder.build()
+    start = align(PREFIX_BYTES + len(header))
+    total = start + payload
+    gap = bytes(start - PREFIX_BYTES - len(header))
+    everything = [write_prefix(header, total), header, gap, *pieces]
+    if alloc is bytearray:
+        return bytearray().join(everything)
+    buffer = alloc(total)
+    target = memoryview(buffer).cast("B")
+    position = 0
+    for piece in everything:
+        target[position : position + len(piece)] = piece
+        position += len(piece)
+    return buffer
+
+
+class _Builder:
+    """Collects sections as pieces of memory, then writes the header that describes them."""
+
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        groups: Mapping[str, Tensor | Sequence[int]],
+        objects: Mapping[str, Any],
+        tags: Sequence[Mapping[str, Any]] | None,
+        group_of: Mapping[str, str] | None,
+        checksums: bool,
+    ) -> None:
+        self.tensors = {name: column for name, column in fields.items() if isinstance(column, Tensor)}
+        self.objects = {name: column for name, column in fields.items() if not isinstance(column, Tensor)} | dict(
+            objects
+        )
+        self.tags = tags
+        self.group_of = group_of
+        self.checksums = checksums
+        self.lengths: dict[str, list[int]] = {
+            name: [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+            for name, lengths in groups.items()
+        }
+        self.pieces: Pieces = []
+        self.sections: list[Section] = []
+        self.position = 0
+        self.rows = self._row_count()
+
+    def build(self) -> tuple[bytes, Pieces, int]:
+        placed = [(name, *self._place(name, column)) for name, column in self.tensors.items()]
+        groups = [Group(name, self._offsets(lengths)) for name, lengths in self.lengths.items()]
+        numbers = {group.name: number for number, group in enumerate(groups)}
+        fields = []
+        for name, dtype, tail, group, pieces in placed:
+            section = self._section(pieces, self.checksums)
+            fields.append(ValueField(name, dtype, tail, -1 if group is None else numbers[group], section))
+        objects = [self._object_field(name, column) for name, column in self.objects.items()]
+        tags = None if self.tags is None else self._object_field("tags", [dict(tag) for tag in self.tags])
+        header = Header(self.rows, groups, fields, objects, tags, self.sections)
+        return msgspec.msgpack.encode(header), self.pieces, self.position
+
+    def _place(self, name: str, column: Tensor) -> tuple[str, list[int], str | None, Pieces]:
+        """The dtype, tail, group and bytes of one tensor column."""
+        if column.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"field '{name}' has dtype {column.dtype}; expected one of {sorted(DTYPES)}. Quantized types "
+                "have no place in the format. Fix: convert the column first."
+            )
+        dtype = DTYPE_NAMES[column.dtype]
+        column = column.detach().cpu()
+        if column.is_nested:
+            values, lengths = nested_parts(column)
+            return dtype, list(values.shape[1:]), self._group_of_nested(name, lengths), [byte_view(plain(values))]
+        group = self._group_of_rectangle(name, column)
+        if group is None:
+            return dtype, list(column.shape[1:]), None, [byte_view(plain(column))]
+        width = column.shape[1]
+        flat = column.reshape(self.rows * width, *column.shape[2:])
+        starts = [row * width for row in range(self.rows)]
+        return dtype, list(column.shape[2:]), group, span_slices(flat, starts, self.lengths[group])
+
+    def _group_of_nested(self, name: str, lengths: list[int]) -> str:
+        for group, known in self.lengths.items():
+            if known == lengths:
+                return group
+        group = name
+        while group in self.lengths:
+            group += "'"
+        self.lengths[group] = lengths
+        return group
+
+    def _group_of_rectangle(self, name: str, column: Tensor) -> str | None:
+        if self.group_of is not None:
+            group = self.group_of.get(name)
+            if group is not None and (
+                group not in self.lengths or column.dim() < 2 or column.shape[1] < max(self.lengths[group], default=0)
+            ):
+                raise ValueError(
+                    f"field '{name}' of shape {tuple(column.shape)} was assigned to group '{group}'; expected one of "
+                    f"{sorted(self.lengths)} with no row longer than the column is wide. The names were probably "
+                    "mixed up. Fix: correct group_of."
+                )
+            return group
+        if column.dim() < 2:
+            return None
+        fitting = [group for group, lengths in self.lengths.items() if lengths and max(lengths) == column.shape[1]]
+        if len(fitting) > 1 and any(self.lengths[group] != self.lengths[fitting[0]] for group in fitting):
+            raise ValueError(
+                f"field '{name}' of shape {tuple(column.shape)} is as wide as the longest row of the groups {fitting}; "
+                "expected one that fits. Shapes cannot decide. Fix: pass group_of={" + f"'{name}': …" + "}."
+            )
+        return fitting[0] if fitting else None
+
+    def _offsets(self, lengths: list[int]) -> int:
+        return self._section([memoryview(np.array([0, *accumulate(lengths)], dtype="<i8").tobytes())], True)
+
+    def _object_field(self, name: str, column: Any) -> ObjectField:
+        blobs = [encode_object(item, field=name, row=row) for row, item in enumerate(column)]
+        offsets = self._offsets([len(blob) for blob in blobs])
+        return ObjectField(name, offsets, self._section([memoryview(b"".join(blobs))], True))
+
+    def _section(self, pieces: Pieces, checked: bool) -> int:
+        length = sum(len(piece) for piece in pieces)
+        crc = 0
+        if checked:
+            for piece in pieces:
+                crc = zlib.crc32(piece, crc)
+        self.sections.append(Section(self.position, length, crc if checked else None))
+        self.pieces += pieces
+        gap = align(length) - length
+        if gap:
+            self.pieces.append(memoryview(bytes(gap)))
+        self.position += length + gap
+        return len(self.sections) - 1
+
+    def _row_count(self) -> int:
+        counts = {f"group '{name}'": len(lengths) for name, lengths in self.lengths.items()}
+        for name, column in (*self.tensors.items(), *self.objects.items()):
+            if isinstance(column, Tensor) and column.dim() == 0:
+                raise ValueError(
+                    f"field '{name}' is a scalar; expected one entry per row. A value of the whole batch was probably "
+                    "put among the columns. Fix: expand it, or carry it as a tag."
+                )
+            counts[f"field '{name}'"] = column.shape[0] if isinstance(column, Tensor) else len(column)
+        if self.tags is not None:
+            counts["tags"] = len(self.tags)
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                f"the parts of a frame have different numbers of rows: {counts}; expected one number. A column of "
+                "another batch was probably mixed in. Fix: select the same rows everywhere."
+            )
+        negative = [name for name, lengths in self.lengths.items() if min(lengths, default=0) < 0]
+        if negative:
+            raise ValueError(
+                f"groups {negative} hold negative lengths; expected 0 or more. They were probably computed by a "
+                "subtraction. Fix: recompute them from the attention mask."
+            )
+        return next(iter(counts.values()), 0)

@@ -1,0 +1,191 @@
+"""Hostile and damaged bytes: CorruptFrame or equal shapes; no crash, no read out of bounds, no huge allocation."""
+
+from __future__ import annotations
+
+import random
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from spanwise.dataplane.errors import CorruptFrame
+from spanwise.dataplane.frame_format import PREFIX, PREFIX_BYTES, align, write_prefix
+from spanwise.dataplane.frame_writer import encode_frame
+from spanwise.dataplane.frames import Frame, decode_frame
+from spanwise.dataplane.objects import decode_object
+from tests.dataplane.test_frames import rollout
+
+Shapes = dict[str, Any]
+
+
+def touch(buffer: bytes | bytearray) -> Shapes:
+    """Decode everything there is, reading every byte, and say what shapes came out."""
+    frame = decode_frame(buffer)
+    for name in frame.columns:
+        frame.values(name).float().sum()
+    assert isinstance(frame, Frame)
+    objects = {name: [repr(column[row]) for row in range(len(column))] for name, column in frame.objects.items()}
+    return {
+        "columns": {name: (column.values.shape, column.values.dtype) for name, column in frame.columns.items()},
+        "offsets": frame.starts,
+        "objects": objects,
+        "tags": frame.tags,
+    }
+
+
+@pytest.fixture(scope="module")
+def plain_frame() -> bytes:
+    return bytes(encode_frame(**rollout()))
+
+
+@pytest.fixture(scope="module")
+def checked_frame() -> bytes:
+    return bytes(encode_frame(**rollout(), checksums=True))
+
+
+@pytest.mark.parametrize(("checked", "flip"), [(False, 0x01), (False, 0xFF), (True, 0x80)])
+def test_every_single_byte_flip(plain_frame: bytes, checked_frame: bytes, checked: bool, flip: int) -> None:
+    good = checked_frame if checked else plain_frame
+    expected = touch(good)
+    survived = 0
+    for place in range(len(good)):
+        damaged = bytearray(good)
+        damaged[place] ^= flip
+        try:
+            assert touch(damaged) == expected
+            survived += 1
+        except CorruptFrame:
+            continue
+    payload = 0 if checked else 3 * 8 + 2 * 8 + 5 * 4 + 5 * 8 + 3 * 4
+    gaps = sum(1 for _ in gap_bytes(good))
+    assert survived == gaps + payload
+
+
+def gap_bytes(good: bytes) -> Iterator[int]:
+    """The alignment bytes, which mean nothing."""
+    header_bytes = PREFIX.unpack(good[: PREFIX.size])[3]
+    yield from range(PREFIX_BYTES + header_bytes, align(PREFIX_BYTES + header_bytes))
+    header = msgspec.msgpack.decode(good[PREFIX_BYTES : PREFIX_BYTES + header_bytes])
+    for offset, length, _ in header["sections"]:
+        yield from range(offset + length, offset + align(length))
+
+
+def test_every_truncation(plain_frame: bytes) -> None:
+    for size in range(len(plain_frame)):
+        with pytest.raises(CorruptFrame):
+            decode_frame(plain_frame[:size])
+
+
+def reheaded(good: bytes, header: bytes) -> bytes:
+    """The same payload under another header, with valid checksums: what an attacker would send."""
+    old = PREFIX.unpack(good[: PREFIX.size])[3]
+    body = good[align(PREFIX_BYTES + old) :]
+    start = align(PREFIX_BYTES + len(header))
+    return write_prefix(header, start + len(body)) + header + bytes(start - PREFIX_BYTES - len(header)) + body
+
+
+def integers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every integer in a header."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from integers(item, (*path, key))
+    elif isinstance(value, list):
+        for place, item in enumerate(value):
+            yield from integers(item, (*path, place))
+    elif isinstance(value, int):
+        yield path
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1, 2, 63, 64, 65, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 2**64 - 1])
+def test_header_integers_with_valid_checksums(plain_frame: bytes, value: int) -> None:
+    header_bytes = PREFIX.unpack(plain_frame[: PREFIX.size])[3]
+    raw = plain_frame[PREFIX_BYTES : PREFIX_BYTES + header_bytes]
+    tracemalloc.start()
+    for path in integers(msgspec.msgpack.decode(raw)):
+        header = msgspec.msgpack.decode(raw)
+        holder = header
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = value
+        hostile = reheaded(plain_frame, msgspec.msgpack.encode(header))
+        try:
+            touch(hostile)
+        except CorruptFrame:
+            continue
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20
+
+
+def test_header_bytes_with_valid_checksums(plain_frame: bytes) -> None:
+    header_bytes = PREFIX.unpack(plain_frame[: PREFIX.size])[3]
+    raw = plain_frame[PREFIX_BYTES : PREFIX_BYTES + header_bytes]
+    chance = random.Random(0)
+    tracemalloc.start()
+    refused = 0
+    for place in range(len(raw)):
+        for byte in (0xDD, 0xDF, chance.randrange(256)):
+            damaged = bytearray(raw)
+            damaged[place] = byte
+            try:
+                touch(reheaded(plain_frame, bytes(damaged)))
+            except CorruptFrame:
+                refused += 1
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert refused > len(raw)
+    assert peak < 4 << 20
+
+
+@pytest.mark.parametrize("total", [0, 32, 63, 2**31, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("header_bytes", [0, 1, 2**16, 2**32 - 1])
+def test_prefix_integers_with_valid_checksums(plain_frame: bytes, total: int, header_bytes: int) -> None:
+    magic, version, flags, _, _, crc = PREFIX.unpack(plain_frame[: PREFIX.size])
+    prefix = PREFIX.pack(magic, version, flags, header_bytes, total, crc)
+    hostile = prefix + struct.pack("<I", zlib.crc32(prefix)) + plain_frame[PREFIX_BYTES:]
+    with pytest.raises(CorruptFrame):
+        decode_frame(hostile)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x91" * 5000,
+        b"\xdd\x00\x00\x00\x01" * 200,
+        b"\xc7\x01\x01\xc0",
+        b"\xc8\xff\xff\x01",
+        b"\xc7\x01\x63\x00",
+        b"\xc7\x03\x02abc",
+        b"\xd4\x03\xc0",
+        b"\xff\xff",
+        b"\xc1",
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(3, msgspec.msgpack.encode(["|O8", [1], b"12345678"]))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(3, msgspec.msgpack.encode(["<f4", [2**40, 2**40], b""]))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(3, msgspec.msgpack.encode(["<f4", [-1], b"1234"]))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(["object", [1], b"1234"]))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(["float32", [2], b"1234"]))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"1" * 5000)),
+    ],
+)
+def test_hostile_objects_are_refused_without_allocating(data: bytes) -> None:
+    tracemalloc.start()
+    with pytest.raises(CorruptFrame):
+        decode_object(data)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_tower_of_tuples_is_refused() -> None:
+    data = msgspec.msgpack.encode(None)
+    for _ in range(70):
+        data = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, msgspec.msgpack.encode([msgspec.Raw(data)])))
+    with pytest.raises(CorruptFrame):
+        decode_object(data)
