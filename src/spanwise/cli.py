@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,65 @@ def print_json(result: dict[str, Any]) -> None:
     """The one object that a verb prints under ``--json``."""
     sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
     sys.stdout.flush()
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A YAML recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c overrides a value of the recipe.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train a student from one recipe."""
+    from spanwise.train.recipe import load_recipe
+    from spanwise.train.run import train as run
+
+    show(run(load_recipe(recipe, overrides or []), resume=resume), as_json, hide=("loss_per_step",))
+
+
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file.")],
+    data: Annotated[str, typer.Option("--data", help="Held-out text.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Default: the model's.")] = None,
+    teacher: Annotated[str | None, typer.Option(help="Also measure agreement with this model.")] = None,
+    columns: Annotated[list[str] | None, typer.Option("--column", help="text=NAME_IN_THE_DATA")] = None,
+    documents: Annotated[int | None, typer.Option(min=1, help="Only the first N.")] = None,
+    window_bytes: Annotated[int, typer.Option(min=16)] = 2_048,
+    stride_bytes: Annotated[int, typer.Option(min=1)] = 1_024,
+    batch_size: Annotated[int, typer.Option(min=1)] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure a model on held-out text, in bits per byte."""
+    from spanwise.train.evaluation import evaluate_model
+
+    result = evaluate_model(
+        model,
+        data=data,
+        columns=dict(pair.split("=", 1) for pair in columns or []),
+        tokenizer_source=tokenizer,
+        teacher_source=teacher,
+        window_bytes=window_bytes,
+        stride_bytes=stride_bytes,
+        batch_size=batch_size,
+        documents=documents,
+    )
+    show(result, as_json)
+
+
+def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> None:
+    """A verb's result: one object under ``--json``, else a table of names and values."""
+    if as_json:
+        print_json(result)
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for name, value in result.items():
+        if name not in hide and value not in (None, {}):
+            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def main(arguments: list[str] | None = None) -> None:

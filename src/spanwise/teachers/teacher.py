@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Int
@@ -44,6 +44,7 @@ class ScoreRequest:
     word_start: Bool[Tensor, " V"] | None = None
 
 
+@runtime_checkable
 class Teacher(Protocol):
     """A source of scores.
 

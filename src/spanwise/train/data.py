@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,10 +175,7 @@ def text_windows(text: str, window_bytes: int) -> list[str]:
     """
     encoded = text.encode("utf-8", errors="surrogatepass")
     ends = window_ends(encoded, window_bytes)
-    return [
-        encoded[start:end].decode("utf-8", errors="surrogatepass")
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
+    return [encoded[start:end].decode("utf-8", errors="surrogatepass") for start, end in pairwise([0, *ends])]
 
 
 class IndexedRows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -209,7 +207,7 @@ class IndexedRows(torch.utils.data.Dataset[dict[str, Any]]):
             elif kind == "text" and self.window_bytes:
                 encoded = row["text"].encode("utf-8", errors="surrogatepass")
                 ends = window_ends(encoded, self.window_bytes)
-                spans = list(zip([0, *ends[:-1]], ends, strict=True))
+                spans = list(pairwise([0, *ends]))
                 kept = [(place, start, end) for start, end in spans if encoded[start:end].strip()]
                 entries.extend(kept)
                 if len(kept) < len(spans):

@@ -275,8 +275,10 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _explain(error: ValidationError, kind: type[Recipe], name: str) -> str:
     lines = []
-    for entry in error.errors():
-        where = ".".join(str(part) for part in entry["loc"] if not _is_union_branch(part))
+    places = [_where(entry["loc"]) for entry in error.errors()]
+    for entry, where in zip(error.errors(), places, strict=True):
+        if entry["type"] == "string_type" and any(other.startswith(f"{where}.") for other in places):
+            continue  # the other branch of "a name or a section" says what is wrong
         if entry["type"] == "extra_forbidden":
             known = _keys_at(kind, entry["loc"][:-1])
             nearest = _nearest(str(entry["loc"][-1]), known) or f"; expected one of {', '.join(sorted(known))}"
@@ -289,6 +291,10 @@ def _explain(error: ValidationError, kind: type[Recipe], name: str) -> str:
             lines.append(f"{where}: {entry['msg'].removeprefix('Value error, ')} (given: {shown})")
     several = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
     return f"{name} has {several}:\n" + "\n".join(f"  {line}" for line in dict.fromkeys(lines))
+
+
+def _where(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location if not _is_union_branch(part))
 
 
 def _is_union_branch(part: object) -> bool:

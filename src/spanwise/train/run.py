@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from spanwise.train.recipe import Recipe, RecipeError, read_yaml, write_recipe
 from spanwise.train.recipe import TASK_MODULES as TASKS
+from spanwise.train.recipe import Recipe, RecipeError, read_yaml, write_recipe
 from spanwise.train.run_folder import RunFolder
 
 RECIPE_NAME = "recipe.yaml"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -27,6 +27,7 @@ class ReportSection:
     html: str
 
 
+@runtime_checkable
 class Task(Protocol):
     """One kind of training.
 
@@ -56,6 +57,10 @@ class Task(Protocol):
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, LossParts]:
         """Each term's parts, its sum multiplied by its scale. ``model`` may be wrapped (DDP, FSDP)."""
+        ...
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """More values for the log, computed from the terms' means of a step."""
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:

@@ -162,6 +162,7 @@ class SpanwiseTrainer(Trainer):
         line: dict[str, Any] = {
             "loss": sum(means[term] * self._counts[term] * scales[term] for term in self.terms),
             **means,
+            **self.task.derived(means),
             **{f"{term}_count": self._counts[term] for term in self.terms},
             **self._reduced_metrics(),
             "tokens_per_second": self._tokens / max(time.perf_counter() - self._step_began, 1e-9),

@@ -1,0 +1,277 @@
+"""The distillation task: cross entropy on the student's tokens beside one loss term per teacher.
+
+Each teacher has its own tokenizer, loss family and weight. A batch is collated once for the student and all teachers;
+every term counts from integers, the teachers score without gradients, the student runs once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from spanwise.batch import model_inputs
+from spanwise.loading import load_model, load_tokenizer
+from spanwise.loss_parts import LossParts
+from spanwise.teachers.local import LocalTeacher
+from spanwise.teachers.teacher import Teacher
+from spanwise.train import data as corpus
+from spanwise.train.distill_terms import LOSS_NAMES, LossFamily, TeacherTerm, make_term
+from spanwise.train.evaluation import measure
+from spanwise.train.recipe import Recipe, Section
+from spanwise.train.student import DTYPES, corpus_texts, student_model, student_tokenizer
+from spanwise.train.task import ReportSection
+
+# The teacher that is the student itself with its adapters off.
+OWN_BASE = "base"
+
+
+class TeacherSection(Section):
+    """One teacher: exactly one of model, cache, url, process."""
+
+    model: str | None = Field(
+        None, description="Hub name, folder or GGUF file; 'base' is the student without adapters."
+    )
+    cache: str | None = Field(None, description="Folder written by spanwise cache.")
+    url: str | None = Field(None, description="An OpenAI-compatible server that returns prompt log-probabilities.")
+    process: str | None = Field(None, description="A model that runs in a process of its own on this machine.")
+    tokenizer: str | None = Field(None, description="The teacher's tokenizer; default: the model's.")
+    projection: str | None = Field(None, description="File made by spanwise project build; built when left out.")
+    loss: LossFamily = Field(LossFamily(), description="A name, or a mapping with its options.")
+    weight: float = Field(1.0, gt=0)
+    context_length: int | None = Field(
+        None, ge=2, description="Teacher tokens per row; default: four times the student's."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="More arguments of from_pretrained or the client."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_by_name(cls, content: Any) -> Any:
+        if isinstance(content, dict) and isinstance(content.get("loss"), str):
+            return content | {"loss": {"name": content["loss"]}}
+        return content
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TeacherSection:
+        sources = [name for name in ("model", "cache", "url", "process") if getattr(self, name)]
+        if len(sources) != 1:
+            raise ValueError(
+                f"has {' and '.join(sources) or 'none'} of model, cache, url, process; expected exactly one"
+            )
+        if self.tokenizer is None and self.model is None and self.process is None:
+            raise ValueError(f"a teacher from a {sources[0]} needs tokenizer; expected the teacher's tokenizer")
+        return self
+
+    @property
+    def source(self) -> str:
+        """What the teacher is called."""
+        return str(self.model or self.cache or self.url or self.process)
+
+
+class LossSection(Section):
+    """How the terms are added."""
+
+    kd_weight: float = Field(1.0, ge=0)
+    ce_weight: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, gt=0, description="Of every distillation term.")
+    dynamic: bool = Field(False, description="Multiply kd with |ce| / |kd| of the step before.")
+
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> LossSection:
+        if not self.kd_weight and not self.ce_weight:
+            raise ValueError("kd_weight and ce_weight are both 0; expected at least one above 0")
+        return self
+
+
+class TaskRecipe(Recipe):
+    """A distillation run."""
+
+    task: Literal["distill"] = "distill"
+    teachers: list[TeacherSection] = Field(default_factory=list, description="None: plain cross entropy.")
+    loss: LossSection = LossSection()
+
+    @model_validator(mode="after")
+    def _teachers_fit_the_weights(self) -> TaskRecipe:
+        if self.teachers and not self.loss.kd_weight and not self.loss.ce_weight:
+            raise ValueError("nothing is trained on")
+        if not self.teachers and not self.loss.ce_weight:
+            raise ValueError("loss.ce_weight is 0 and there are no teachers; expected one of the two")
+        return self
+
+
+def build(recipe: TaskRecipe, folder: Path) -> DistillTask:
+    """Load everything a run needs; what does not fit together is refused here, before the first step."""
+    rows_corpus = corpus.open_corpus(recipe.data.train, stream=recipe.data.stream)
+    texts = corpus_texts(corpus.rename_columns(row, recipe.data.columns, i) for i, row in enumerate(_rows(rows_corpus)))
+    tokenizer = student_tokenizer(recipe.student, folder, texts)
+    student = student_model(recipe.student, tokenizer)
+    taught = list(recipe.teachers) if recipe.loss.kd_weight else []
+    terms = [_term(i, section, recipe, student, tokenizer) for i, section in enumerate(taught)]
+    return DistillTask(recipe, student, tokenizer, terms, rows_corpus)
+
+
+def _rows(rows: Any) -> Iterable[Mapping[str, Any]]:
+    return iter(rows)
+
+
+def _term(index: int, section: TeacherSection, recipe: TaskRecipe, student: Any, tokenizer: Any) -> TeacherTerm:
+    teacher_tokenizer = tokenizer if section.model == OWN_BASE else load_tokenizer(section.tokenizer or section.source)
+    teacher = open_teacher(section, student, teacher_tokenizer)
+    return make_term(
+        index,
+        section.loss,
+        teacher,
+        student_tokenizer=tokenizer,
+        teacher_tokenizer=teacher_tokenizer,
+        projection=section.projection,
+        temperature=recipe.loss.temperature,
+    )
+
+
+def open_teacher(section: TeacherSection, student: Any, tokenizer: Any) -> Teacher:
+    """The source of scores that a recipe names."""
+    if section.model == OWN_BASE:
+        if not hasattr(student, "disable_adapter"):
+            raise ValueError(
+                "teachers.model is 'base', the student with its adapters off, and the student has none; expected "
+                "student.peft. Fix: set student.peft, or name a teacher."
+            )
+        return LocalTeacher(student, vocab_size=len(tokenizer), name=OWN_BASE, adapters_off=True)
+    model: Any = load_model(section.source, dtype=DTYPES[section.dtype], **section.options)
+    model.requires_grad_(False)
+    if torch.cuda.is_available() and "device_map" not in section.options:
+        model.to("cuda")
+    return LocalTeacher(model, vocab_size=len(tokenizer), name=section.source)
+
+
+class DistillTask:
+    """Student, teachers, rows and measure of a distillation run; see :class:`~spanwise.train.task.Task`."""
+
+    best_metric = ("bits_per_byte", False)
+
+    def __init__(self, recipe: TaskRecipe, student: Any, tokenizer: Any, terms: list[TeacherTerm], rows: Any) -> None:
+        self.recipe = recipe
+        self.model: nn.Module = student
+        self.processing_class = tokenizer
+        self.terms = {f"kd/{term.index}": term for term in terms}
+        self.has_evaluation = recipe.data.eval is not None
+        sections = recipe.teachers
+        self.weights = {"ce": recipe.loss.ce_weight} | {
+            name: recipe.loss.kd_weight * sections[term.index].weight for name, term in self.terms.items()
+        }
+        self.scaled_terms = frozenset(self.terms) if recipe.loss.dynamic else frozenset()
+        self.collator = self._make_collator()
+        self.train_rows = self._make_rows(rows)
+        self._collated: Counter[str] = Counter()
+
+    def _make_collator(self) -> Any:
+        from spanwise.xtoken import CrossTokenizerCollator
+
+        length = self.recipe.data.context_length
+        terms = list(self.terms.values())
+        return CrossTokenizerCollator(
+            student_tokenizer=self.processing_class,
+            teacher_tokenizers=[term.teacher_tokenizer for term in terms],
+            aligners=[term.aligner for term in terms],
+            ctx_length_student=length,
+            ctx_length_teachers=[self.recipe.teachers[t.index].context_length or 4 * length for t in terms],
+            padding="longest",
+            packing=self.recipe.data.packing,
+            byte_offsets=True,
+        )
+
+    def _make_rows(self, rows: Any) -> Any:
+        section = self.recipe.data
+        if section.stream:
+            return corpus.StreamedRows(
+                rows,
+                columns=section.columns,
+                window_bytes=section.window_bytes,
+                shuffle_buffer=section.shuffle_buffer,
+                seed=self.recipe.seed,
+            )
+        return corpus.IndexedRows(rows, columns=section.columns, window_bytes=section.window_bytes)
+
+    def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
+        """Supervised tokens for ce; chunks or positions for each teacher."""
+        from spanwise.xtoken.losses.plan import token_plan_of_batch
+
+        self._collated.update(batch.get("left_out") or {})
+        counted = {"ce": token_plan_of_batch(batch).count}
+        return counted | {name: term.count(batch) for name, term in self.terms.items()}
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, LossParts]:
+        """One forward of the student, one of each teacher, one term each."""
+        from spanwise.xtoken.losses import next_token_ce
+        from spanwise.xtoken.losses.plan import token_plan_of_batch
+
+        logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
+        size = len(self.processing_class)
+        parts: dict[str, LossParts] = {}
+        if "ce" in scales:
+            plan = token_plan_of_batch(batch)
+            parts["ce"] = next_token_ce(logits, plan=plan, student_vocab_size=size, scale=scales["ce"])
+        for name, term in self.terms.items():
+            found = term.loss(logits, term.teacher.score(term.request(batch)), batch, scales[name])
+            metrics = {f"{name}/{key}": ratio for key, ratio in found.metrics.items()}
+            parts[name] = LossParts(found.total, found.count, metrics, found.scale)
+        return parts
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """``kd``: the teachers' terms as they enter the total, before kd_weight."""
+        sections = self.recipe.teachers
+        if not self.terms:
+            return {}
+        return {"kd": sum(sections[term.index].weight * means[name] for name, term in self.terms.items())}
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Held-out bits per byte and next-token accuracy."""
+        section, how = self.recipe.data, self.recipe.eval
+        if section.eval is None:
+            return {}
+        texts = corpus.documents(section.eval, columns=section.columns, most=how.documents)
+        return measure(
+            model,
+            self.processing_class,
+            texts,
+            window_bytes=how.window_bytes,
+            stride_bytes=how.stride_bytes,
+            batch_size=how.batch_size,
+        ).as_metrics()
+
+    def left_out(self) -> dict[str, int]:
+        """Rows without text, and what the collator could not place."""
+        return dict(self.train_rows.left_out.reasons + self._collated)
+
+    def report_sections(self) -> list[ReportSection]:
+        """How well each teacher's tokens meet the student's on the first rows."""
+        from spanwise.report.page import table
+
+        if not self.terms or self.recipe.data.stream:
+            return []
+        rows = [self.train_rows[place] for place in range(min(8, len(self.train_rows)))]
+        batch = self.collator(rows)
+        found = [
+            (self.recipe.teachers[term.index].source, self.recipe.teachers[term.index].loss.name, *term.coverage(batch))
+            for term in self.terms.values()
+        ]
+        columns = ["teacher", "loss", "chunks", "share of student tokens in a correct chunk"]
+        return [ReportSection("Alignment of the first rows", table(columns, found))]
+
+    def close(self) -> None:
+        """Close every teacher."""
+        for term in self.terms.values():
+            term.teacher.close()
+
+
+__all__ = ["LOSS_NAMES", "DistillTask", "LossSection", "TaskRecipe", "TeacherSection", "build", "open_teacher"]

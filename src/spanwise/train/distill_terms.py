@@ -1,0 +1,173 @@
+"""One term per teacher: what each loss family asks of a teacher, how it counts, and how it is called.
+
+To offer another loss in recipes, add its name to ``LOSS_NAMES`` and a branch to ``TeacherTerm.loss``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from spanwise.loss_parts import LossParts
+from spanwise.teachers.scores import TeacherScores
+from spanwise.teachers.teacher import ScoreRequest, Teacher, request_from_batch
+from spanwise.train.recipe import Section
+
+LOSS_NAMES = ("prefix_kl", "projected_kl", "gold", "h_kl", "alm", "uld", "kl", "jsd")
+# Families that compare whole vocabularies and so need dense scores; the others work with truncated ones.
+DENSE_ONLY = frozenset({"gold", "h_kl", "uld"})
+SAME_TOKENIZER = frozenset({"kl", "jsd"})
+
+
+class LossFamily(Section):
+    """A loss family and its options; those of other families are ignored by none: they are refused."""
+
+    name: Literal["prefix_kl", "projected_kl", "gold", "h_kl", "alm", "uld", "kl", "jsd"] = "prefix_kl"
+    reverse: bool = Field(False, description="Student relative to teacher.")
+    top_k: int | None = Field(None, ge=1, description="Teacher tokens read per position (prefix_kl: 64, kl: all).")
+    keep: int = Field(24, ge=1, description="prefix_kl: student tokens compared one by one.")
+    min_mass: float = Field(
+        0.1, ge=0, lt=1, description="prefix_kl: positions with less kept teacher mass are skipped."
+    )
+    vocab_topk: int = Field(8_192, ge=1, description="projected_kl: teacher tokens compared.")
+    uncommon_topk: int = Field(8_192, ge=1, description="gold, h_kl: tokens of the uncommon tails.")
+    exact_token_match_only: bool = Field(False, description="Chunk losses: only pairs that cover the same bytes.")
+    missing: Literal["tail_bucket", "renormalise"] = Field(
+        "tail_bucket", description="Truncated scores: the rest's mass."
+    )
+
+
+@dataclass
+class TeacherTerm:
+    """One teacher and the loss it teaches through."""
+
+    index: int
+    family: LossFamily
+    teacher: Teacher
+    teacher_tokenizer: Any
+    aligner: Any
+    student_size: int
+    temperature: float
+    helper: Any = None
+
+    @property
+    def prefix(self) -> str:
+        """Of the batch's keys for this teacher."""
+        return f"teacher_{self.index}_"
+
+    def plan(self, batch: Mapping[str, Any]) -> Any:
+        """What is compared, from integers alone."""
+        from spanwise.xtoken.losses.plan import chunk_plan_of_batch, token_plan_of_batch
+        from spanwise.xtoken.losses.prefix_plan import prefix_plan_of_batch
+
+        if self.family.name in SAME_TOKENIZER:
+            return token_plan_of_batch(batch)
+        if self.family.name == "prefix_kl":
+            return prefix_plan_of_batch(batch, self.helper, teacher_index=self.index)
+        return chunk_plan_of_batch(
+            batch, teacher_index=self.index, exact_token_match_only=self.family.exact_token_match_only
+        )
+
+    def count(self, batch: Mapping[str, Any]) -> Float[Tensor, ""]:
+        """How much the term counts."""
+        count: Tensor = self.plan(batch).count
+        return count
+
+    def request(self, batch: Mapping[str, Any]) -> ScoreRequest:
+        """What the teacher is asked for."""
+        name = self.family.name
+        if name in SAME_TOKENIZER:
+            own = {
+                f"{self.prefix}{key}": batch[key] for key in ("input_ids", "token_mask", "segment_ids") if key in batch
+            }
+            return request_from_batch(own, self.prefix, temperature=self.temperature, top_k=self.family.top_k)
+        top_k = self.family.top_k
+        if top_k is None and name == "prefix_kl":
+            top_k = 64
+        return request_from_batch(
+            batch, self.prefix, temperature=self.temperature, top_k=top_k, statistics=name == "alm"
+        )
+
+    def loss(self, logits: Tensor, scores: TeacherScores, batch: Mapping[str, Any], scale: float) -> LossParts:
+        """The term's parts."""
+        from spanwise.xtoken import losses
+
+        family, plan = self.family, self.plan(batch)
+        common: dict[str, Any] = {"plan": plan, "temperature": self.temperature, "scale": scale}
+        if family.name == "prefix_kl":
+            return losses.prefix_kl(
+                logits,
+                scores,
+                trie=self.helper,
+                reverse=family.reverse,
+                keep=family.keep,
+                min_mass=family.min_mass,
+                missing=family.missing,
+                **common,
+            )
+        raise ValueError(f"unknown loss family {family.name}")
+
+    def coverage(self, batch: Mapping[str, Any]) -> tuple[int, float | None]:
+        """Chunks of a batch, and the share of student tokens that sit in a correct chunk."""
+        if self.family.name in SAME_TOKENIZER:
+            return int(batch["token_mask"].sum()), 1.0
+        correct = batch[f"alignment_{self.index}_pair_is_correct"] & batch[f"alignment_{self.index}_pair_valid"]
+        chunk = batch[f"alignment_{self.index}_student_chunk_id"]
+        inside = torch.gather(correct, 1, chunk.clamp(min=0)) & (chunk >= 0)
+        real = batch["token_mask"] != 0
+        return int(batch[f"alignment_{self.index}_num_chunks"].sum()), float(
+            (inside & real).sum() / real.sum().clamp(min=1)
+        )
+
+
+def make_term(
+    index: int,
+    family: LossFamily,
+    teacher: Teacher,
+    *,
+    student_tokenizer: Any,
+    teacher_tokenizer: Any,
+    projection: str | None,
+    temperature: float,
+) -> TeacherTerm:
+    """A term, with what its family prepares once per pair of tokenizers; what cannot work is refused by name."""
+    from spanwise.spans.table import tokenizer_fingerprint
+    from spanwise.xtoken import TokenAligner
+
+    same = tokenizer_fingerprint(student_tokenizer) == tokenizer_fingerprint(teacher_tokenizer)
+    if family.name in SAME_TOKENIZER and not same:
+        raise ValueError(
+            f"teacher {index} ({teacher.name}) has another tokenizer than the student and the loss '{family.name}'; "
+            "expected a cross-tokenizer loss. Fix: set its loss to prefix_kl."
+        )
+    if family.name in DENSE_ONLY and "dense" not in teacher.forms:
+        raise ValueError(
+            f"teacher {index} ({teacher.name}) gives truncated scores ({', '.join(sorted(teacher.forms))}) and the "
+            f"loss '{family.name}' needs dense ones. Fix: set its loss to prefix_kl, alm or projected_kl, or use a "
+            "live teacher."
+        )
+    aligner = None if family.name in SAME_TOKENIZER else TokenAligner(student_tokenizer, teacher_tokenizer, projection)
+    return TeacherTerm(
+        index,
+        family,
+        teacher,
+        teacher_tokenizer,
+        aligner,
+        len(student_tokenizer),
+        temperature,
+        _prepare(family, student_tokenizer, teacher_tokenizer, projection),
+    )
+
+
+def _prepare(family: LossFamily, student_tokenizer: Any, teacher_tokenizer: Any, projection: str | None) -> Any:
+    if family.name == "prefix_kl":
+        from spanwise.xtoken.losses.trie import PrefixTrie
+
+        return PrefixTrie.from_tokenizers(student_tokenizer, teacher_tokenizer)
+    return projection
