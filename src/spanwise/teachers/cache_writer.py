@@ -1,0 +1,303 @@
+"""Write a cache of teacher scores: append documents, survive kill -9 and full disks, go on where the last run was.
+
+Documents are appended to one open shard, unbuffered, each as a frame with its checksum: what was added is kept even
+when the process is killed in the middle of the next one. A full shard is flushed, renamed and entered into the
+manifest, which itself is replaced in one step. The next writer takes over whole frames that no manifest names and cuts
+off what is not whole. Memory: about 150 bytes per document (the index of what is there), nothing per token.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from spanwise.loading import file_digest
+from spanwise.teachers.cache_frame import CacheError, encode
+from spanwise.teachers.cache_store import (
+    INDEX,
+    MANIFEST,
+    SHARD_START,
+    CacheIdentity,
+    Manifest,
+    Shard,
+    damaged,
+    differences,
+    frame_headers,
+    index_bytes,
+    read_frame,
+    whole_frames,
+    write_whole,
+)
+from spanwise.teachers.documents import Document, DocumentScores, document_key
+
+OPEN_SHARD = "{}.open"
+
+
+class CacheDiskError(OSError):
+    """The disk took no more; everything added before is whole."""
+
+
+@dataclass
+class _Totals:
+    """What an open shard holds so far."""
+
+    documents: int = 0
+    tokens: int = 0
+    positions: int = 0
+    entries: int = 0
+    largest_k: int = 0
+    tail_mass: float = 0.0
+    largest_tail_mass: float = 0.0
+
+    def add(self, tokens: int, scores: DocumentScores) -> None:
+        tail = np.exp(scores.log_tail.astype(np.float64))
+        self.documents += 1
+        self.tokens += tokens
+        self.positions += len(scores.counts)
+        self.entries += len(scores.ids)
+        self.largest_k = max(self.largest_k, int(scores.counts.max(initial=0)))
+        self.tail_mass += float(tail.sum())
+        self.largest_tail_mass = max(self.largest_tail_mass, float(tail.max(initial=0.0)))
+
+
+class CacheWriter:
+    """Appends documents to a cache, or goes on with one that was begun.
+
+    Args:
+        path: folder of the cache; made where it is missing.
+        identity: whose scores; a cache of another identity is refused.
+        shard_bytes: size from which a shard is sealed.
+
+    Use it as a context manager: leaving it seals the open shard. ``finish`` makes the cache readable.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], identity: CacheIdentity, *, shard_bytes: int = 64 << 20) -> None:
+        self.folder = Path(path)
+        self.identity = identity
+        self.shard_bytes = shard_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.folder)
+        self._where: dict[bytes, tuple[int, int, int]] = {}
+        self._file: int | None = None
+        self._offset = 0
+        self._totals = _Totals()
+        self._reading: tuple[int, int] | None = None
+        try:
+            self._open_or_start()
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _open_or_start(self) -> None:
+        if not (self.folder / MANIFEST).is_file():
+            strangers = [entry.name for entry in self.folder.iterdir() if entry.name != ".lock"]
+            if strangers:
+                raise CacheError(
+                    f"'{self.folder}' is no cache of teacher scores but holds {', '.join(sorted(strangers)[:3])}; "
+                    "expected a new or empty folder. The path probably belongs to something else. Fix: name another "
+                    "folder."
+                )
+            self.manifest = Manifest(self.identity)
+            self.manifest.write(self.folder)
+            return
+        self.manifest = Manifest.read(self.folder)
+        different = differences(self.identity, self.manifest.identity)
+        if different:
+            raise CacheError(
+                f"'{self.folder}' holds scores of another run ({different}); expected the same teacher, tokenizer and "
+                "settings. The cache is probably of an earlier recipe. Fix: delete the folder or name another one."
+            )
+        for number, shard in enumerate(self.manifest.shards):
+            path = self.folder / shard.file
+            if not path.is_file() or path.stat().st_size != shard.bytes:
+                raise damaged(path, f"it is not {shard.bytes:,} bytes long")
+            for header, offset in frame_headers(path):
+                self._where[header.key] = (number, header.size, offset)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Make a shard of the whole frames in a file that no manifest names: an earlier writer was killed there."""
+        sealed = self._shard_name()
+        for path in (self.folder / OPEN_SHARD.format(sealed), self.folder / sealed):
+            if not path.is_file():
+                continue
+            end = len(SHARD_START)
+            number = len(self.manifest.shards)
+            for header, offset, scores in whole_frames(path):
+                self._where[header.key] = (number, header.size, offset)
+                self._totals.add(header.tokens, scores)
+                end = offset + header.size
+            open_path = path.rename(self.folder / OPEN_SHARD.format(sealed))
+            if not self._totals.documents:
+                open_path.unlink()
+                return
+            os.truncate(open_path, end)
+            self._file, self._offset = os.open(open_path, os.O_RDWR), end
+            return
+
+    def __enter__(self) -> CacheWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CacheDiskError:
+            if error is None:  # else the first error says more
+                raise
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._where
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def add(self, document: Document | np.ndarray, scores: DocumentScores) -> None:
+        """Append a document (or its ids), cut to the cache's k. One that is there already is left as it is."""
+        ids = document.ids if isinstance(document, Document) else document
+        key = document_key(ids)
+        if key in self._where:
+            return
+        missing = [name for name in self.identity.fields if getattr(scores, name) is None]
+        if missing:
+            raise CacheError(
+                f"the scores of a document lack {', '.join(missing)}, which this cache keeps; expected all of "
+                f"{', '.join(self.identity.fields)}. The teacher probably cannot say it. Fix: leave the field out of "
+                "the identity's fields."
+            )
+        kept = replace(
+            self.identity.k.cut(scores),
+            entropy=scores.entropy if "entropy" in self.identity.fields else None,
+            next_word_mass=scores.next_word_mass if "next_word_mass" in self.identity.fields else None,
+        )
+        frame = encode(key, len(ids), kept)
+        self._append(frame)
+        self._where[key] = (len(self.manifest.shards), len(frame), self._offset - len(frame))
+        self._totals.add(len(ids), kept)
+        if self._offset >= self.shard_bytes:
+            self.seal()
+
+    def _append(self, frame: bytes) -> None:
+        try:
+            if self._file is None:
+                path = self.folder / OPEN_SHARD.format(self._shard_name())
+                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+                self._offset = 0
+                frame_or_start = SHARD_START + frame
+            else:
+                frame_or_start = frame
+            _write_all(self._file, frame_or_start, self._offset)
+        except OSError as error:
+            raise self._disk_error(error) from error
+        self._offset += len(frame_or_start)
+
+    def _disk_error(self, error: OSError) -> CacheDiskError:
+        if self._file is not None:
+            os.ftruncate(self._file, self._offset)
+        return CacheDiskError(
+            error.errno,
+            f"the cache at '{self.folder}' could not grow ({error.strerror}) after {len(self._where):,} documents, "
+            "all of which are whole; expected room on the disk. The disk is probably full. Fix: free some space, lower "
+            "k.cap or k.mass, and start the same command again; it goes on where it was",
+        )
+
+    def read(self, key: bytes) -> DocumentScores | None:
+        """A document that was added, from the open shard too; None where there is none."""
+        place = self._where.get(key)
+        if place is None:
+            return None
+        number, size, offset = place
+        if number == len(self.manifest.shards) and self._file is not None:
+            return read_frame(self._file, self.folder / self._shard_name(), key, size, offset)
+        path = self.folder / self.manifest.shards[number].file
+        if self._reading is None or self._reading[0] != number:
+            if self._reading is not None:
+                os.close(self._reading[1])
+            self._reading = (number, os.open(path, os.O_RDONLY))
+        return read_frame(self._reading[1], path, key, size, offset)
+
+    def seal(self) -> None:
+        """Flush the open shard, give it its name and enter it into the manifest."""
+        if self._file is None:
+            return
+        name = self._shard_name()
+        if not self._totals.documents:  # the disk was full at the first document
+            os.close(self._file)
+            self._file = None
+            (self.folder / OPEN_SHARD.format(name)).unlink()
+            return
+        try:
+            os.fsync(self._file)
+            path = (self.folder / OPEN_SHARD.format(name)).rename(self.folder / name)
+            shard = Shard(name, self._offset, file_digest(path), **vars(self._totals))
+            manifest = replace(self.manifest, shards=(*self.manifest.shards, shard), index_sha256=None)
+            manifest.write(self.folder)
+        except OSError as error:
+            raise self._disk_error(error) from error
+        os.close(self._file)
+        self.manifest, self._file, self._totals = manifest, None, _Totals()
+
+    def finish(self) -> dict[str, Any]:
+        """Seal, write the index and mark the cache as complete; the header's numbers.
+
+        A finished cache can be opened again with a writer, which then adds to it.
+        """
+        self.seal()
+        try:
+            write_whole(self.folder / INDEX, index_bytes([(key, *place) for key, place in self._where.items()]))
+            self.manifest = replace(self.manifest, index_sha256=file_digest(self.folder / INDEX))
+            self.manifest.write(self.folder)
+        except OSError as error:
+            raise self._disk_error(error) from error
+        return self.manifest.summary()
+
+    def close(self) -> None:
+        """Seal the open shard and let go of the folder. Closing twice is harmless."""
+        if self._lock is None:
+            return
+        try:
+            self.seal()
+        finally:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+            if self._reading is not None:
+                os.close(self._reading[1])
+                self._reading = None
+            self._unlock()
+
+    def _shard_name(self) -> str:
+        return f"shard-{len(self.manifest.shards):05d}.scores"
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(folder: Path) -> int | None:
+    """The kernel's lock on a folder; a killed writer frees it."""
+    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise CacheError(
+            f"another process is writing the cache at '{folder}'; expected one writer. The same command is probably "
+            "running twice. Fix: wait for it, or name another folder."
+        ) from None
+    return file
+
+
+def _write_all(file: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
