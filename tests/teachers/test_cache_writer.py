@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,18 +99,29 @@ def test_a_shard_that_no_manifest_names_is_taken_over(tmp_path: Path, renamed: b
         assert writer.finish()["documents"] == 3
 
 
-def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size``."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    added = 0
-    with pytest.raises(CacheDiskError, match="could not grow") as caught, CacheWriter(tmp_path, identity()) as writer:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8_000, hard))
-        try:
-            for seed in range(1000):
-                writer.add(np.arange(seed, seed + 40), plain_scores(40, seed))
-                added += 1
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fill(writer: CacheWriter, count: int) -> None:
+    with writer:
+        for seed in range(count):
+            writer.add(np.arange(seed, seed + 40), plain_scores(40, seed))
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    first = CacheWriter(tmp_path, identity())
+    with disk_of(8_000), pytest.raises(CacheDiskError, match="could not grow") as caught:
+        fill(first, 1000)
     assert isinstance(caught.value, OSError)
+    added = len(first)
     assert 0 < added < 1000
     with CacheWriter(tmp_path, identity()) as writer:
         assert len(writer) == added
@@ -120,13 +133,9 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_at_the_first_document_leaves_no_shard(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(CacheDiskError), CacheWriter(tmp_path, identity()) as writer:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-        try:
-            writer.add(np.arange(40), plain_scores(40))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer = CacheWriter(tmp_path, identity())
+    with disk_of(10), pytest.raises(CacheDiskError):
+        fill(writer, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "manifest.json"]
 
 

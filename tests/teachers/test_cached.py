@@ -136,8 +136,7 @@ def test_a_flipped_bit_is_refused_when_read_and_by_verify(folder: Path, tmp_path
     shard.write_bytes(content)
     cached = CachedTeacher(tmp_path)
     with pytest.raises(CacheError, match=r"shard-00000\.scores' is damaged"):
-        for row in ROWS:
-            cached.score(padded([row]))
+        cached.score(padded(ROWS))
     with pytest.raises(CacheError, match=r"shard-00000\.scores' is damaged"):
         cached.verify()
     cached.close()
