@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spanwise.train.builtin import builtin_documents
 from spanwise.train.data import (
     IndexedRows,
     StreamedRows,
     documents,
     open_corpus,
-    python_docs,
     rename_columns,
     row_kind,
     text_windows,
@@ -99,11 +99,17 @@ def test_a_truncated_file_is_named(tmp_path):
         open_corpus(str(path))
 
 
-def test_held_out_documents_are_whole_and_never_trained_on():
-    trained, held_out = python_docs(), python_docs(held_out=True)
-    assert held_out
+@pytest.mark.parametrize("name", ["builtin:python-docs", "builtin:tales"])
+def test_held_out_documents_are_whole_and_never_trained_on(name):
+    trained, held_out = builtin_documents(name), builtin_documents(f"{name}:eval")
+    assert len(held_out) > 5
     assert not set(trained) & set(held_out)
-    assert list(documents("builtin:python-docs:eval", columns={}, most=3)) == held_out[:3]
+    assert list(documents(f"{name}:eval", columns={}, most=3)) == held_out[:3]
+
+
+def test_an_unknown_builtin_is_named():
+    with pytest.raises(ValueError, match="no built-in corpus 'builtin:news'"):
+        open_corpus("builtin:news")
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):

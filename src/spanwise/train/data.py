@@ -1,4 +1,4 @@
-"""Rows from files, folders, hub data sets or what CPython ships, indexed or streamed, never all in memory.
+"""Rows from files, folders, hub data sets or built-in corpora, indexed or streamed, never all in memory.
 
 Files are read through ``datasets`` (memory-mapped Arrow), so memory does not grow with the corpus; the index of windows
 costs 24 bytes each. What is left out (rows without text) is counted by reason. Text documents may be cut into
@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from spanwise.train.builtin import builtin_documents
+
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
@@ -25,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".md": "text"}
 ROW_KINDS = ("messages", "message_log", "conversation", "prompt", "input_ids", "text")
-PYTHON_DOCS = "builtin:python-docs"
 
 
 @dataclass
@@ -43,8 +44,8 @@ def open_corpus(source: str | Sequence[str], *, stream: bool = False) -> Dataset
 
     Args:
         source: files (``.jsonl .json .parquet .arrow .txt .md``; a text file is one document), folders of such files,
-            the name of a hub data set (its ``train`` split, or ``name:split``), or ``builtin:python-docs`` (the
-            465 kB of prose in every CPython).
+            the name of a hub data set (its ``train`` split, or ``name:split``), or a built-in corpus
+            (``builtin:python-docs``, ``builtin:tales``).
         stream: read as a stream; nothing is written to the data-set cache.
     """
     from datasets import Dataset, concatenate_datasets
@@ -68,8 +69,8 @@ def open_corpus(source: str | Sequence[str], *, stream: bool = False) -> Dataset
 def _open_one(source: str, *, stream: bool) -> Any:
     from datasets import Dataset, load_dataset
 
-    if source.startswith(PYTHON_DOCS):
-        rows = Dataset.from_list([{"text": text} for text in python_docs(held_out=source.endswith(":eval"))])
+    if source.startswith("builtin:"):
+        rows = Dataset.from_list([{"text": text} for text in builtin_documents(source)])
         return rows.to_iterable_dataset() if stream else rows
     path = Path(source)
     if path.is_dir():
@@ -118,14 +119,6 @@ def _load(reader: str, files: list[str], stream: bool) -> Any:
             "malformed. "
             "Fix: check the line it names."
         ) from error
-
-
-def python_docs(*, held_out: bool = False) -> list[str]:
-    """The pages of Python's built-in help (PSF licence); every eighth page is held out, whole."""
-    from pydoc_data.topics import topics
-
-    pages = [topics[name] for name in sorted(topics)]
-    return [page for place, page in enumerate(pages) if (place % 8 == 7) == held_out and page.strip()]
 
 
 def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str], place: int) -> dict[str, Any]:
