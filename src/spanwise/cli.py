@@ -75,6 +75,19 @@ def evaluate(
     show(result, as_json)
 
 
+@app.command()
+def swap(
+    model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file.")],
+    tokenizer: Annotated[str, typer.Argument(help="The tokenizer to move it onto.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Move a model onto another tokenizer (untrained; train it with recipes/swap.yaml)."""
+    from spanwise.train.swap import swap_to_folder
+
+    show(swap_to_folder(model, tokenizer, output), as_json)
+
+
 def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> None:
     """A verb's result: one object under ``--json``, else a table of names and values."""
     if as_json:
