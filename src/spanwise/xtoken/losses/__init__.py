@@ -28,6 +28,7 @@ sums.
 """
 
 from spanwise.xtoken.losses.cross_entropy import next_token_ce
+from spanwise.xtoken.losses.gold import gold
 from spanwise.xtoken.losses.plan import (
     ChunkPlan,
     TokenPlan,
@@ -41,6 +42,8 @@ from spanwise.xtoken.losses.plan import (
 from spanwise.xtoken.losses.prefix import prefix_kl
 from spanwise.xtoken.losses.prefix_plan import PrefixPlan, count_prefix_positions, plan_prefix, prefix_plan_of_batch
 from spanwise.xtoken.losses.prefix_targets import PrefixTargets, prefix_targets
+from spanwise.xtoken.losses.projected import projected_kl
+from spanwise.xtoken.losses.shared_set import share_scores
 from spanwise.xtoken.losses.trie import PrefixTrie
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "count_chunks",
     "count_prefix_positions",
     "count_tokens",
+    "gold",
     "next_token_ce",
     "plan_chunks",
     "plan_prefix",
@@ -60,5 +64,7 @@ __all__ = [
     "prefix_kl",
     "prefix_plan_of_batch",
     "prefix_targets",
+    "projected_kl",
+    "share_scores",
     "token_plan_of_batch",
 ]

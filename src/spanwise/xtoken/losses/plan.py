@@ -45,6 +45,15 @@ class Side:
         """Rows per chunk, at least 1."""
         return self.starts.diff()
 
+    def keep(self, chunks: Int64[Tensor, " n"]) -> Side:
+        """The rows of some chunks, given in ascending order."""
+        place = torch.full((len(self.starts),), -1, dtype=torch.long, device=chunks.device)
+        place[chunks] = torch.arange(len(chunks), device=chunks.device)
+        chunk = place[self.chunk]
+        kept = (chunk >= 0).nonzero().squeeze(1)
+        sizes = self.sizes[chunks]
+        return Side(self.rows[kept], chunk[kept], torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+
 
 @dataclass(frozen=True)
 class ChunkPlan:
@@ -86,6 +95,22 @@ class ChunkPlan:
         ]
         document, weight, correct = (x.to(device) for x in (self.document, self.weight, self.correct))
         return ChunkPlan(sides[0], sides[1], document, weight, correct, self.documents, self.lengths)
+
+    def correct_only(self) -> ChunkPlan:
+        """The plan without the chunks that are not correct."""
+        if bool(self.correct.all()):
+            return self
+        kept = self.correct.nonzero().squeeze(1)
+        student, teacher = self.student.keep(kept), self.teacher.keep(kept)
+        return ChunkPlan(
+            student,
+            teacher,
+            self.document[kept],
+            self.weight[kept],
+            self.correct[kept],
+            self.documents,
+            self.lengths,
+        )
 
     def of_document(self, weights: Float32[Tensor, " D"]) -> ChunkPlan:
         """The same chunks with every document's weight multiplied by ``weights``; chunks are kept even at weight 0."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from spanwise.loss_parts import nothing_counted
+from spanwise.xtoken.losses.plan import Side
 
 # Elements of float32 workspace per tile: 16 MiB, about what stays in a last-level cache.
 TILE_ELEMENTS = 1 << 22
@@ -151,3 +152,19 @@ def _clear_the_rest(gradient: Tensor, rows: Tensor, width: int) -> None:
     rest = unread.nonzero().squeeze(1)
     gradient[rest // length, rest % length] = 0.0
     gradient[..., width:] = 0.0
+
+
+def segment_sum(values: Float[Tensor, "R X"], segment: Int64[Tensor, " R"], segments: int) -> Float[Tensor, "C X"]:
+    """Sums of consecutive rows; the same memory where every segment is one row."""
+    if len(values) == segments:
+        return values.clone()
+    return torch.zeros(segments, values.shape[1], dtype=values.dtype, device=values.device).index_add_(
+        0, segment, values
+    )
+
+
+def chunk_rows(side: Side, tile: Tile) -> tuple[Int64[Tensor, " R"], Int64[Tensor, " R"], Int64[Tensor, " C"]]:
+    """One side's rows of a tile's chunks, the chunk of each counted from the tile's first, and the chunk sizes."""
+    bounds = side.starts[tile.first_unit : tile.last_unit + 1]
+    span = slice(int(bounds[0]), int(bounds[-1]))
+    return side.rows[span], side.chunk[span] - tile.first_unit, bounds.diff()

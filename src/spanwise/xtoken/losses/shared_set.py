@@ -1,0 +1,135 @@
+"""S, the teacher tokens that P-KL compares: the ``k`` that are most important anywhere in the document.
+
+Importance is the largest log-probability over the teacher positions of the document's valid chunks; ties go to the
+lowest id. Picking S where the teacher runs and sending only its columns (:func:`share_scores`) cuts the payload by Vt/k
+with identical values. O(rows·Vt) time, O(tile·Vt) memory.
+
+Shapes: B rows, T teacher length, N rows read, k size of S, D documents.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from spanwise.teachers.scores import Missing, TeacherScores, safe_log_softmax
+from spanwise.xtoken.losses.plan import ChunkPlan
+from spanwise.xtoken.losses.rows import TILE_ELEMENTS
+
+TopkScope = Literal["document", "microbatch"]
+TopkRows = Literal["all", "all_but_last"]
+
+
+def most_important(importance: Float[Tensor, " V"], k: int) -> Int64[Tensor, " k"]:
+    """Ids of the ``k`` largest values, sorted; ties at the cut go to the lowest id.
+
+    >>> most_important(torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0]), 3).tolist()
+    [0, 1, 3]
+    """
+    if k >= len(importance):
+        return torch.arange(len(importance), device=importance.device)
+    cut = importance.topk(k).values[-1]
+    above = importance > cut
+    tied = (importance == cut).nonzero().squeeze(1)[: k - int(above.sum())]
+    above[tied] = True
+    return above.nonzero().squeeze(1)
+
+
+def set_of_document(
+    scores: TeacherScores,
+    rows: Int64[Tensor, " N"],
+    document: int,
+    width: int,
+    k: int,
+    temperature: float,
+    missing: Missing = "tail_bucket",
+) -> Int64[Tensor, " k"]:
+    """S of one document, from its teacher rows; the one that shared-set scores came with, if they did."""
+    if scores.shared_ids is not None:
+        return scores.shared_ids[document].long()
+    importance: Tensor | None = None
+    for piece in rows.split(max(1, TILE_ELEMENTS // width)):
+        if scores.logits is not None:
+            length = scores.shape[1]
+            picked = scores.logits[piece // length, piece % length][:, :width]
+            picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
+            total = picked.logsumexp(-1, keepdim=True)
+            best = picked.sub_(total.masked_fill(total == -torch.inf, 0.0)).amax(0)
+        else:
+            best = scores.log_probabilities(piece, width, temperature, missing).amax(0)
+        importance = best if importance is None else torch.maximum(importance, best)
+    if importance is None:
+        return torch.arange(k, device=rows.device)
+    return most_important(importance, k)
+
+
+def set_of_batch(scores: TeacherScores, width: int, k: int, rows: TopkRows) -> Int64[Tensor, " k"]:
+    """One S for the micro-batch from raw logits of all positions (or all but each row's last), padding included."""
+    if rows not in ("all", "all_but_last"):
+        raise ValueError(
+            f"topk_rows={rows!r} says which positions vote for the shared set; expected 'all' or 'all_but_last'. It is "
+            "probably misspelt. Fix: pass one of the two."
+        )
+    if scores.logits is None:
+        raise ValueError(
+            f"topk_scope='microbatch' was asked of {scores.form} teacher scores; expected dense logits, since it votes "
+            "with "
+            "raw logits. The teacher was probably cached or served. Fix: use topk_scope='document'."
+        )
+    voting = scores.logits[:, :-1, :width] if rows == "all_but_last" else scores.logits[..., :width]
+    if not voting.shape[0] * voting.shape[1]:
+        return torch.arange(k, device=voting.device)
+    return most_important(voting.amax((0, 1)).float(), k)
+
+
+def rows_in_set(
+    scores: TeacherScores,
+    rows: Int64[Tensor, " N"],
+    ids: Int64[Tensor, " k"],
+    width: int,
+    temperature: float,
+    missing: Missing,
+) -> Float[Tensor, "N k"]:
+    """Log-probabilities renormalised inside S at some teacher rows; a row without any mass in S is all -inf."""
+    length = scores.shape[1]
+    if scores.logits is not None:
+        picked = scores.logits[(rows // length)[:, None], (rows % length)[:, None], ids]
+    elif scores.columns is not None:
+        picked = scores.columns[rows // length, rows % length]
+    else:
+        # Already at the temperature.
+        return safe_log_softmax(scores.log_probabilities(rows, width, temperature, missing).index_select(1, ids))
+    picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
+    return safe_log_softmax(picked.div_(temperature))
+
+
+def share_scores(
+    scores: TeacherScores,
+    plan: ChunkPlan,
+    *,
+    teacher_vocab_size: int,
+    vocab_topk: int = 8192,
+    temperature: float = 1.0,
+) -> TeacherScores:
+    """What a teacher sends for P-KL: S per document and its columns; the loss on them equals the loss on ``scores``.
+
+    Args:
+        scores: dense.
+        plan: the valid chunks, which came with the request.
+        teacher_vocab_size: a wider head is cut.
+        vocab_topk: size of S.
+        temperature: the loss's.
+    """
+    k = min(vocab_topk, teacher_vocab_size)
+    owner = plan.document[plan.teacher.chunk]
+    ids = [
+        set_of_document(scores, plan.teacher.rows[owner == document], document, teacher_vocab_size, k, temperature)
+        for document in range(plan.documents)
+    ]
+    stacked = torch.stack(ids) if ids else torch.zeros(0, k, dtype=torch.long, device=scores.device)
+    position: Int[Tensor, "B T"] = torch.full(scores.shape, -1, dtype=torch.long, device=scores.device)
+    position.view(-1)[plan.teacher.rows] = owner
+    return scores.share(stacked, position, temperature=temperature)

@@ -1,0 +1,75 @@
+"""Gold and H-KL against their dense twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spanwise.teachers.scores import TeacherScores
+from spanwise.xtoken.exact_map import exact_token_map
+from spanwise.xtoken.losses import gold
+from tests.reference import losses as twin
+from tests.xtoken.cases import assert_same, random_case
+
+
+def partition(projection, relaxed: bool) -> dict[str, torch.Tensor]:
+    return exact_token_map(
+        projection.indices,
+        projection.likelihoods,
+        xtoken_loss=relaxed,
+        teacher_vocab_size=projection.teacher_vocab_size,
+    )
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 10_000), st.sampled_from([1, 3, 50]), st.sampled_from([0.5, 1.0, 2.0]), st.booleans(), st.booleans(),
+    st.booleans(), st.sampled_from([0, 2]), st.sampled_from([1, 3]),
+)  # fmt: skip
+def test_equals_the_twin(seed, topk, temperature, reverse, relaxed, only_correct, extra, k) -> None:
+    case = random_case(seed, extra=extra, k=k)
+    expected = twin.gold(
+        case.z, case.y, case.alignment, partition(case.projection, relaxed), temperature=temperature, reverse=reverse,
+        uncommon_topk=topk, sample_mask=case.sample_mask, only_correct=only_correct,
+    )  # fmt: skip
+    parts = gold(
+        case.z, TeacherScores(logits=case.y), case.alignment, case.projection, relaxed=relaxed, temperature=temperature,
+        reverse=reverse, uncommon_topk=topk, sample_mask=case.sample_mask, exact_token_match_only=only_correct,
+    )  # fmt: skip
+    assert_same(parts, expected, case.z)
+
+
+def test_a_ready_map_is_used_as_it_is_and_metrics_add_up() -> None:
+    case = random_case(2)
+    scores = TeacherScores(logits=case.y)
+    by_map = gold(case.z, scores, case.alignment, partition(case.projection, True), temperature=2.0)
+    by_projection = gold(case.z, scores, case.alignment, case.projection, relaxed=True, temperature=2.0)
+    assert torch.equal(by_map.total, by_projection.total)
+    together = by_map.metrics["gold_kl"].value + by_map.metrics["gold_l1"].value
+    assert together == pytest.approx(float(by_map.mean().detach()))
+
+
+@pytest.mark.parametrize("missing", ["tail_bucket", "renormalise"])
+def test_topk_approaches_the_dense_value(missing: str) -> None:
+    case = random_case(7, teachers=40)
+    dense = gold(case.z, TeacherScores(logits=case.y), case.alignment, case.projection).total
+    gaps = []
+    for k in (2, 20, 40):
+        scores = TeacherScores(logits=case.y).topk(k)
+        parts = gold(case.z, scores, case.alignment, case.projection, missing=missing)
+        gaps.append(abs(float((parts.total - dense).detach())))
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 1e-9
+
+
+def test_the_unnormalised_common_kl_may_be_negative() -> None:
+    case = random_case(0)
+    common = {
+        "common_student": torch.tensor([0]), "common_teacher": torch.tensor([0]),
+        "uncommon_student": torch.arange(1, 9), "uncommon_teacher": torch.arange(1, 11),
+    }  # fmt: skip
+    z, y = torch.zeros_like(case.z), torch.zeros_like(case.y)
+    z[..., 0] = 5.0
+    assert gold(z, TeacherScores(logits=y), case.alignment, common).metrics["gold_kl"].value < 0
