@@ -1,0 +1,117 @@
+"""The rotary encoder as a transformers model, with the same weights under the same names.
+
+Importing this module loads transformers; :mod:`spanwise.mlm.register` does it when transformers itself is imported, so
+that ``AutoConfig`` and ``AutoModelForMaskedLM`` know checkpoints of this room. O(1) beyond the model.
+
+Shapes: B rows, S width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+from spanwise.batch import IGNORE_INDEX
+from spanwise.mlm.layers import RotaryEmbedding
+from spanwise.mlm.model import MODEL_TYPE, RotaryTransformerMLMModel
+
+
+class RotaryTransformerConfig(PreTrainedConfig):
+    """The constructor's arguments of :class:`RotaryTransformerMLMModel`, under their own names."""
+
+    model_type = MODEL_TYPE
+    num_embeddings: int = 30522
+    d_model: int = 384
+    num_layers: int = 4
+    nhead: int = 6
+    padding_idx: int = 0
+    mask_idx: int = 1
+    dim_feedforward: int | None = None
+    dropout: float = 0.1
+    activation: str = "relu"
+    layer_norm_eps: float = 1e-5
+    rotary_emb_dim: int = 64
+    max_length: int = 1024
+    force_flash_attn: bool = False
+    use_flex_attn: bool = False
+    final_layer_without_normalization: bool = False
+    tie_word_embeddings: bool = False
+
+    def model_arguments(self) -> dict[str, Any]:
+        """What the model's constructor takes."""
+        names = set(RotaryTransformerMLMModel.__init__.__annotations__) - {"return"}
+        return {name: getattr(self, name) for name in names}
+
+
+class RotaryTransformerForMaskedLM(RotaryTransformerMLMModel, PreTrainedModel):
+    """:class:`RotaryTransformerMLMModel` with transformers' arguments and output. Use the former where you can choose.
+
+    ``labels`` are unshifted, -100 where nothing is trained on; the loss is their mean cross-entropy.
+    """
+
+    config_class = RotaryTransformerConfig
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+
+    def __init__(self, config: RotaryTransformerConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self._build(config.model_arguments())
+        self.post_init()
+
+    def forward(  # pyrefly: ignore[bad-override]  # transformers' argument names
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        segment_ids: Tensor | None = None,
+        where: Tensor | None = None,
+        return_dict: bool | None = None,
+        **unused: Any,
+    ) -> Any:
+        """A MaskedLMOutput; with ``where`` the logits of the chosen positions, as the parent returns them."""
+        logits = RotaryTransformerMLMModel.forward(
+            self, input_ids, attention_mask, position_ids, segment_ids=segment_ids, where=where
+        )
+        if where is not None:
+            return logits
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX
+            )
+        output: Any = MaskedLMOutput(loss=loss, logits=logits)
+        return output.to_tuple() if return_dict is False else output
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The untied head."""
+        return self.output_layer.linear
+
+    def save_pretrained(self, folder: Any, **options: Any) -> None:  # pyrefly: ignore[bad-override]
+        """Write config and safetensors as transformers does."""
+        PreTrainedModel.save_pretrained(self, folder, **options)
+
+    @classmethod
+    def from_pretrained(cls, folder: Any, *arguments: Any, **options: Any) -> Any:  # pyrefly: ignore[bad-override]
+        """Load as transformers does."""
+        return super(RotaryTransformerMLMModel, cls).from_pretrained(folder, *arguments, **options)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, RotaryEmbedding):
+            with torch.no_grad():
+                module.inv_freq.copy_(RotaryEmbedding(2 * len(module.inv_freq)).inv_freq)
+        elif hasattr(module, "reset_parameters") and not any(
+            getattr(p, "_is_hf_initialized", False) for p in module.parameters(recurse=False)
+        ):
+            reset: Any = module.reset_parameters
+            reset()

@@ -1,0 +1,43 @@
+"""A tokenizer of bare ids and small models, for tests of this room."""
+
+from __future__ import annotations
+
+import torch
+
+from spanwise.mlm import RotaryTransformerMLMModel
+
+PAD, MASK, BOS, EOS = 0, 1, 2, 3
+
+
+class IdTokenizer:
+    """Ids in, ids out as text; PAD 0, MASK 1, BOS 2, EOS 3."""
+
+    pad_token_id, mask_token_id, bos_token_id, eos_token_id = PAD, MASK, BOS, EOS
+
+    def __init__(self, size: int = 30) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def batch_decode(self, ids: torch.Tensor, skip_special_tokens: bool = True) -> list[str]:
+        first = 4 if skip_special_tokens else 0
+        return [" ".join(str(token) for token in row if token >= first) for row in ids.tolist()]
+
+
+def small_model(size: int = 30, seed: int = 0, **options: object) -> RotaryTransformerMLMModel:
+    """Two layers of 16 channels, with a head that is not nearly uniform."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        arguments = {"dropout": 0.0, "rotary_emb_dim": 4, "max_length": 64, **options}
+        model = RotaryTransformerMLMModel(size, 16, 2, 2, **arguments)
+        torch.nn.init.normal_(model.output_layer.linear.weight, std=0.7)
+    return model.eval()
+
+
+def ragged_batch(lengths: list[int], width: int, seed: int = 0, size: int = 30) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask, padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, size, (len(lengths), width), generator=generator)
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    return ids.masked_fill(~mask, PAD), mask
