@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from spanwise.train.recipe import Recipe, RecipeError
@@ -34,6 +35,10 @@ def training_arguments(recipe: Recipe, folder: Path, *, has_evaluation: bool, be
         "report_to": "none",
         "disable_tqdm": True,
         "dataloader_pin_memory": False,
+        # Without it several processes on CPUs would each train alone, and say nothing.
+        "use_cpu": not torch.accelerator.is_available(),
+        # Each rank reads its own share of a stream, instead of the first one sending rows to all.
+        "accelerator_config": {"dispatch_batches": False},
     }
     together = defaults | given
     if evaluates and together["save_strategy"] == together["eval_strategy"]:

@@ -2,8 +2,9 @@
 
 A batch is trained on through **terms** ("ce", "kd/0", …). Each has a weight and a count that comes from integers alone,
 so the trainer reduces the counts over micro-batches and ranks before the first forward and tells the task what to
-multiply each term's sum with. To add a task, write a module with ``TaskRecipe`` and ``build`` and name it in
-``recipe.TASK_MODULES``.
+multiply each term's sum with. Rows carry ``epoch`` and ``position``; a row with ``loss_multiplier`` 0 only completes
+the last batch of an epoch and must count nothing. To add a task, write a module with ``TaskRecipe`` and ``build`` and
+name it in ``recipe.TASK_MODULES``.
 """
 
 from __future__ import annotations

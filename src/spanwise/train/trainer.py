@@ -30,6 +30,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from spanwise.loss_parts import LossParts, Ratio, merge_metrics
 from spanwise.train.run_folder import STAGING, publish_checkpoint
 from spanwise.train.run_log import RunLog
+from spanwise.train.sampler import PlacedRows, StepSampler
 from spanwise.train.task import Task
 
 STATE_NAME = "spanwise_state.json"
@@ -75,6 +76,41 @@ class SpanwiseTrainer(Trainer):
         self._tokens = 0
         self._step_began = time.perf_counter()
         self._last_finished = -1
+        self._sampler: StepSampler | None = None
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """Batches of the task's rows; map-style rows go through our sampler, streams as they come."""
+        rows: Any = self.task.train_rows
+        if isinstance(rows, torch.utils.data.IterableDataset):
+            return super().get_train_dataloader()
+        strategy = str(self.args.train_sampling_strategy)
+        ranks = max(1, self.args.world_size // (self.get_tp_size() * self.get_cp_size() * self.get_sp_size()))
+        self._sampler = StepSampler(
+            len(rows),
+            batch_size=self._train_batch_size,
+            ranks=ranks,
+            seed=self.args.seed,
+            shuffle=strategy != "sequential",
+            lengths=rows.lengths() if strategy == "group_by_length" else None,
+            step_size=self._train_batch_size * ranks * self.args.gradient_accumulation_steps,
+        )
+        loader = torch.utils.data.DataLoader(
+            PlacedRows(rows),
+            batch_sampler=self._sampler,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+        return self.accelerator.prepare(loader)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self._sampler is not None:
+            self._sampler.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)
 
     # -- counts before the first forward ---------------------------------------------------------------------------
 
