@@ -91,7 +91,7 @@ class AssistantSpans:
             return chat, []
         marked = template.marked_spans(messages, chat)
         if marked is not None:
-            return chat, marked
+            return chat, _from_prompts(template, messages, chat, turns, marked)
         user_parts = any(_has_parts(message) for message in messages if message.get("role") != "assistant")
         assistant_parts = any(_has_parts(messages[turn]) for turn in turns)
         frame = self._frame(template, user_parts=user_parts, assistant_parts=assistant_parts)
@@ -269,6 +269,24 @@ def span_labels(
     """
     ids = torch.as_tensor(input_ids, dtype=torch.int64)
     return ids.masked_fill(~tokens_inside(offsets, spans), IGNORE_INDEX)
+
+
+def _from_prompts(
+    template: ChatTemplate, messages: Sequence[Message], chat: str, turns: Sequence[int], spans: Sequence[Span]
+) -> list[Span]:
+    """Marked spans that begin behind a blank which the generation prompt does not write: the blank is the answer's.
+
+    Otherwise the first word, whose token begins with that blank, would lie inside no span.
+    """
+    if len(spans) != len(turns) or not any(chat[start - 1 : start].isspace() for start, _ in spans):
+        return list(spans)
+    moved = []
+    for turn, (start, end) in zip(turns, spans, strict=True):
+        prompt = template.attempt(messages[:turn], prompt=True) if chat[start - 1 : start].isspace() else None
+        if prompt and chat.startswith(prompt) and len(prompt) <= start and not chat[len(prompt) : start].strip():
+            start = len(prompt)
+        moved.append((start, end))
+    return moved
 
 
 def _has_parts(message: Message) -> bool:

@@ -1,0 +1,60 @@
+"""What the pipeline must know about a model family: plain data, no code path of its own.
+
+A family is found by its processor's class name, because names are what differs between transformers, remote code and
+the versions of both. Adding a family is adding a file with one ``FamilySpec`` and one row to the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+CallStyle = Literal["batched_template", "text_and_media", "per_sample"]
+
+# Every tensor whose last axis counts tokens, by name: a shape that looks like it may be an accident.
+TOKEN_KEYS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "labels",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "position_ids",
+        "cross_attention_mask",
+    }
+)
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """One model family.
+
+    Attributes:
+        name: how errors, tables and ``VLMCollator.family`` name it.
+        processors: class names of its processor, in every spelling in use.
+        call: how a processor that is not transformers' own is called: one batched ``apply_chat_template``; rendered
+            texts with flat media lists; or one call per sample.
+        images: the processor's argument for images.
+        videos: its argument for videos.
+        audio: its argument for audio.
+        cast: dtype of ``pixel_values`` and ``pixel_values_videos``; None keeps the processor's.
+        options: further arguments of every processor call.
+        media_tokens: texts of the tokens that stand for media, where the processor does not name them itself.
+        one_placeholder: the processor leaves one placeholder per image, and the collator expands it from the grid.
+        drop: keys of the processor's output that the model does not take.
+    """
+
+    name: str
+    processors: tuple[str, ...]
+    call: CallStyle = "batched_template"
+    images: str = "images"
+    videos: str = "videos"
+    audio: str = "audio"
+    cast: torch.dtype | None = torch.bfloat16
+    options: Mapping[str, Any] = field(default_factory=dict)
+    media_tokens: tuple[str, ...] = ()
+    one_placeholder: bool = False
+    drop: tuple[str, ...] = ()

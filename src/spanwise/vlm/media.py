@@ -1,0 +1,153 @@
+"""Images, videos and audio of a batch: found, opened, counted, measured, and never cut.
+
+The caller's examples are never changed: everything works on copies of the lists and dicts around the media, while the
+media themselves are shared. Opening an image costs its decoding; everything else is O(number of parts).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Conversation = Sequence[dict[str, Any]]
+logger = logging.getLogger(__name__)
+
+# The keys under which a part brings its medium, in the order in which transformers looks for them.
+_MEDIUM_KEYS = {"image": ("image", "url", "path"), "video": ("video", "url", "path"), "audio": ("audio", "url", "path")}
+
+
+@dataclass(frozen=True)
+class Media:
+    """The media of a batch, one list per row, in the order in which the parts name them."""
+
+    images: list[list[Any]]
+    videos: list[list[Any]]
+    audio: list[list[Any]]
+
+
+def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a message whose content is a list; [] for text."""
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, (list, tuple)) else []
+
+
+def medium_of(part: dict[str, Any], kind: str) -> Any:
+    """What a part of this kind brings; None for another kind and for a part that brings nothing."""
+    if part.get("type") != kind:
+        return None
+    return next((part[key] for key in _MEDIUM_KEYS[kind] if part.get(key) is not None), None)
+
+
+def gather(conversations: Sequence[Conversation]) -> Media:
+    """All media, per row."""
+
+    def of(kind: str) -> list[list[Any]]:
+        return [
+            [medium for message in row for part in parts_of(message) if (medium := medium_of(part, kind)) is not None]
+            for row in conversations
+        ]
+
+    return Media(of("image"), of("video"), of("audio"))
+
+
+def flat_media(conversations: Sequence[Conversation]) -> tuple[list[Any] | None, list[Any] | None]:
+    """Images and videos of all rows in one list each, as they are; None where there are none."""
+    media = gather(conversations)
+    images = [image for row in media.images for image in row]
+    videos = [video for row in media.videos for video in row]
+    return images or None, videos or None
+
+
+def count_media(conversations: Sequence[Conversation]) -> tuple[list[int], list[int]]:
+    """How many image and video parts each row has, whether or not they bring a medium."""
+
+    def of(kind: str) -> list[int]:
+        return [sum(part.get("type") == kind for message in row for part in parts_of(message)) for row in conversations]
+
+    return of("image"), of("video")
+
+
+def ensure_rgb(conversations: Any) -> Any:
+    """Convert every PIL image to RGB **in place** and return the same object."""
+    from PIL import Image
+
+    for row in conversations:
+        for message in row:
+            for part in parts_of(message):
+                if isinstance(part.get("image"), Image.Image):
+                    part["image"] = part["image"].convert("RGB")
+    return conversations
+
+
+def copied_in_rgb(conversations: Sequence[Conversation], *, open_files: bool = False) -> list[list[dict[str, Any]]]:
+    """Copies of the conversations whose images are RGB; with ``open_files`` those given as local paths are opened.
+
+    Raises:
+        ValueError: a file cannot be read as an image; the message names the row and the file.
+    """
+    return [
+        [
+            {**message, "content": [_in_rgb(part, row, open_files=open_files) for part in message["content"]]}
+            if isinstance(message.get("content"), (list, tuple))
+            else dict(message)
+            for message in conversation
+        ]
+        for row, conversation in enumerate(conversations)
+    ]
+
+
+def _in_rgb(part: Any, row: int, *, open_files: bool) -> Any:
+    if not isinstance(part, dict) or part.get("type") != "image":
+        return part
+    image = medium_of(part, "image")
+    if hasattr(image, "convert") and hasattr(image, "mode"):
+        return part if image.mode == "RGB" else {**part, "image": image.convert("RGB")}
+    if open_files and isinstance(image, (str, Path)) and not str(image).startswith(("http://", "https://", "data:")):
+        opened = open_image(image, row)
+        kept = {key: value for key, value in part.items() if key not in ("url", "path")}
+        return {**kept, "image": opened}
+    return part
+
+
+def open_image(source: str | Path, row: int) -> Any:
+    """The file as an RGB image."""
+    from PIL import Image
+
+    path = Path(str(source).removeprefix("file://"))
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(
+            f"row {row}: the image '{path}' cannot be read ({type(error).__name__}: {error}); expected a file in a "
+            "format that Pillow knows. It is missing, cut off or no image. Fix: check the file, or leave the row out."
+        ) from error
+
+
+def fake_image() -> Any:
+    """A white image of 56 × 56 pixels, for ranks that would otherwise have none."""
+    from PIL import Image
+
+    return Image.new("RGB", (56, 56), (255, 255, 255))
+
+
+def with_fake_image(conversation: Conversation) -> list[dict[str, Any]]:
+    """A copy whose first user turn begins with the fake image (a turn is put first where no user has one)."""
+    part = {"type": "image", "image": fake_image()}
+    copied = [dict(message) for message in conversation]
+    for message in copied:
+        if message.get("role") == "user":
+            content = message.get("content")
+            text = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+            message["content"] = [part, *text]
+            return copied
+    return [{"role": "user", "content": [part]}, *copied]
+
+
+def has_media(conversation: Conversation) -> bool:
+    """Whether a conversation has an image or a video."""
+    images, videos = count_media([conversation])
+    return bool(images[0] or videos[0])

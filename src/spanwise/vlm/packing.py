@@ -1,0 +1,246 @@
+"""Packs: documents laid end to end, each keeping its own positions, its own media and its own attention.
+
+Lengths are exact (every document is tokenized, media included), rows are filled best-fit, and what fits nowhere is
+counted, never dropped in silence. A document is shifted before it is laid down, so nothing predicts across a seam.
+Memory: O(tokens), and O(B·S²) bools for the 4-D mask of sdpa and eager; the indexed and THD forms stay linear.
+
+Shapes: S row width, B rows, T tokens of all documents, n documents, M position axes (3 for mRoPE).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spanwise.batch import BatchedDataDict
+from spanwise.spans.chat import IGNORE_INDEX
+from spanwise.spans.pack import block_causal_mask, pack_documents
+from spanwise.vlm.pretokenized import joined_media
+
+_TOKEN_ROWS = {"labels": IGNORE_INDEX, "attention_mask": 0, "mm_token_type_ids": 0}
+FLASH = ("flash_attention_2", "flash_attention_3")
+
+
+class PackedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
+    """Packs made when they are asked for; lazy and picklable.
+
+    Args:
+        inner_dataset: rows as :class:`~spanwise.vlm.PreTokenizedDatasetWrapper` gives them.
+        bins: row indices of each pack, as :meth:`from_lengths` or ``pack_documents`` give them.
+        pack_size: tokens per pack at most, after the shift.
+        padding_idx: kept for the collater.
+        get_rope_index: the model's ``get_rope_index``, where positions have three axes.
+    """
+
+    def __init__(
+        self,
+        inner_dataset: Any,
+        bins: Sequence[Sequence[int]],
+        pack_size: int,
+        padding_idx: int = 0,
+        get_rope_index: Callable[..., Any] | None = None,
+    ) -> None:
+        self.inner = inner_dataset
+        self.bins = [list(rows) for rows in bins]
+        self.pack_size = pack_size
+        self.padding_idx = padding_idx
+        self.get_rope_index = get_rope_index
+        self.left_out: Counter[str] = Counter()
+
+    @classmethod
+    def from_lengths(
+        cls,
+        inner_dataset: Any,
+        lengths: Sequence[int],
+        pack_size: int,
+        padding_idx: int = 0,
+        get_rope_index: Callable[..., Any] | None = None,
+    ) -> PackedDatasetWrapper:
+        """Plan packs from exact lengths (:func:`exact_lengths`); what fits nowhere is counted in ``left_out``."""
+        plan = pack_documents([max(length - 1, 0) for length in lengths], pack_size)
+        packed = cls(inner_dataset, plan.rows, pack_size, padding_idx, get_rope_index)
+        if plan.too_long:
+            packed.left_out["overlong"] = len(plan.too_long)
+        return packed
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return pack([self.inner[row] for row in self.bins[index]], self.pack_size, self.get_rope_index)
+
+
+def exact_lengths(dataset: Any) -> list[int]:
+    """Tokens of every row of a pre-tokenized data set, media included. O(rows) processor calls, O(1) memory beyond."""
+    tokenized = getattr(dataset, "tokenized", dataset.__getitem__)
+    return [len(tokenized(row)["input_ids"]) for row in range(len(dataset))]
+
+
+def pack(
+    documents: Sequence[Mapping[str, Any]], pack_size: int, get_rope_index: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """Shift each document and lay them end to end.
+
+    Args:
+        documents: rows with 1-D ``input_ids``, ``attention_mask``, ``labels`` (not shifted) and media.
+        pack_size: tokens at most.
+        get_rope_index: for positions with three axes.
+
+    Returns:
+        ``input_ids``, ``labels`` [S]; ``attention_mask`` [S] with 1…n per document and 0 where a document hides a
+        token; ``position_ids`` [S] or [M, S]; the documents' media; ``n_images``, ``n_videos``.
+    """
+    sizes = [len(document["input_ids"]) - 1 for document in documents]
+    if sum(sizes) > pack_size:
+        raise ValueError(
+            f"a pack of {len(documents)} documents has {sum(sizes)} tokens; expected at most {pack_size}. The plan was "
+            "made from lengths that are not this data set's. Fix: plan with exact_lengths of the same data set."
+        )
+    packed: dict[str, Any] = {
+        "input_ids": torch.cat([document["input_ids"][:-1] for document in documents]),
+        "labels": torch.cat([document["labels"][1:] for document in documents]),
+        "attention_mask": torch.cat(
+            [document["attention_mask"][:-1].long() * (place + 1) for place, document in enumerate(documents)]
+        ),
+        "position_ids": torch.cat([_positions(document, get_rope_index) for document in documents], dim=-1),
+    }
+    if any("mm_token_type_ids" in document for document in documents):
+        packed["mm_token_type_ids"] = torch.cat(
+            [
+                document.get("mm_token_type_ids", torch.zeros(size + 1).long())[:-1]
+                for document, size in zip(documents, sizes, strict=True)
+            ]
+        )
+    packed |= joined_media(documents)
+    for name, grid in (("n_images", "image_grid_thw"), ("n_videos", "video_grid_thw")):
+        packed[name] = sum(0 if document.get(grid) is None else len(document[grid]) for document in documents)
+    return packed
+
+
+def _positions(document: Mapping[str, Any], get_rope_index: Callable[..., Any] | None) -> Tensor:
+    size = len(document["input_ids"]) - 1
+    if get_rope_index is None:
+        return torch.arange(size)
+    batch_of_one = {"input_ids": document["input_ids"][None]}
+    for key in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
+        if document.get(key) is not None:
+            batch_of_one[key] = document[key]
+    if document.get("mm_token_type_ids") is not None:
+        batch_of_one["mm_token_type_ids"] = document["mm_token_type_ids"][None]
+    positions = get_rope_index(**batch_of_one)[0]
+    return positions[:, 0, :-1]
+
+
+def neat_packed(
+    batch: Sequence[Mapping[str, Any]],
+    padding_idx: int = 0,
+    max_length: int | None = None,
+    attn_implementation: str = "sdpa",
+) -> BatchedDataDict:
+    """Pad packs to one width and give the mask the form that the attention needs. No shift: packs are shifted.
+
+    With ``flash_attention_2`` the mask stays [B, S] with 1…n per document: the kernel must cut at changes of that
+    number (a patched ``_get_unpad_data``), since a plain one would let documents see each other. With ``sdpa`` and
+    ``eager`` it becomes bool [B, 1, S, S]: same document, not later, not padding.
+    """
+    if not batch:
+        return BatchedDataDict()
+    if attn_implementation not in ("sdpa", "eager", *FLASH):
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r} was given; expected 'sdpa', 'eager' or one of {FLASH}. The "
+            "model's attention knows no packed documents. Fix: load the model with attn_implementation='sdpa'."
+        )
+    longest = max(len(pack["input_ids"]) for pack in batch)
+    width = longest if max_length is None else max_length
+    if longest > width:
+        raise ValueError(
+            f"a pack has {longest} tokens; expected at most max_length={width}. The packs were planned for another "
+            "width. Fix: pass the pack_size of the packs as max_length."
+        )
+    result: dict[str, Any] = {"input_ids": _stacked(batch, "input_ids", padding_idx, width)}
+    for key, fill in _TOKEN_ROWS.items():
+        if any(key in pack for pack in batch):
+            result[key] = _stacked(batch, key, fill, width)
+    positions = [
+        nn.functional.pad(p := torch.as_tensor(pack["position_ids"]), (0, width - p.shape[-1])) for pack in batch
+    ]
+    result["position_ids"] = torch.stack(positions, dim=positions[0].ndim - 1)
+    result |= joined_media(batch)
+    for key in ("pixel_values", "pixel_values_videos"):
+        if isinstance(result.get(key), Tensor):
+            result[key] = result[key].to(torch.bfloat16)
+    for name, count in (("n_images_per_sample", "n_images"), ("n_videos_per_sample", "n_videos")):
+        counts = [int(pack.get(count, 0)) for pack in batch]
+        if any(counts):
+            result[name] = torch.tensor(counts, dtype=torch.int64)
+    if attn_implementation not in FLASH:
+        result["attention_mask"] = block_causal_mask(result["attention_mask"])
+    result["labels_shifted"] = True
+    return BatchedDataDict(result)
+
+
+def thd_packed(batch: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
+    """All documents of all packs as one row, for kernels that take ``cu_seqlens``.
+
+    Returns:
+        ``input_ids``, ``labels`` int64 [1, T]; ``position_ids`` [1, T] or [M, 1, T]; ``cu_seqlens`` int32 [n + 1];
+        ``max_seqlen`` int; media end to end. Tokens that a document hides from attention cannot be expressed in this
+        form and are an error.
+    """
+    if not batch:
+        return BatchedDataDict()
+    sizes: list[int] = []
+    for place, pack in enumerate(batch):
+        index = torch.as_tensor(pack["attention_mask"])
+        numbers, counts = torch.unique_consecutive(index, return_counts=True)
+        if (numbers == 0).any():
+            raise ValueError(
+                f"pack {place} hides tokens from attention (mask 0); expected none, since cu_seqlens can only cut. "
+                "Fake images were injected, or the pack is padded. Fix: inject_fake_images=False, and pass packs "
+                "unpadded."
+            )
+        sizes += counts.tolist()
+    ends = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0)
+    positions = torch.cat([torch.as_tensor(pack["position_ids"]) for pack in batch], dim=-1)
+    result: dict[str, Any] = {
+        "input_ids": torch.cat([torch.as_tensor(pack["input_ids"]) for pack in batch])[None],
+        "labels": torch.cat([torch.as_tensor(pack["labels"]) for pack in batch])[None],
+        "position_ids": positions[None] if positions.ndim == 1 else positions[:, None],
+        "cu_seqlens": ends.to(torch.int32),
+        "max_seqlen": max(sizes),
+    }
+    return BatchedDataDict(result | joined_media(batch) | {"labels_shifted": True})
+
+
+def _stacked(batch: Sequence[Mapping[str, Any]], key: str, fill: int, width: int) -> Tensor:
+    rows = [
+        torch.as_tensor(pack[key]) if key in pack else torch.full((len(pack["input_ids"]),), fill) for pack in batch
+    ]
+    return torch.stack([nn.functional.pad(row, (0, width - len(row)), value=fill) for row in rows])
+
+
+def pack_rows(rows: Sequence[Mapping[str, Any]], collator: Any) -> BatchedDataDict:
+    """Tokenize rows one by one and pack them within this batch, for ``VLMCollator(packing=…)``."""
+    width = collator.settings.max_length
+    documents = [collator.document(row) for row in rows]
+    plan = pack_documents([max(len(document["input_ids"]) - 1, 0) for document in documents], width)
+    if plan.too_long and not collator.settings.drop_overlong:
+        longest = max(len(documents[row]["input_ids"]) for row in plan.too_long)
+        raise ValueError(
+            f"rows {plan.too_long} have up to {longest} tokens; expected at most max_length={width} + 1. Their images "
+            "or texts are too long for a pack. Fix: raise max_length, or pass drop_overlong=True to leave them out."
+        )
+    packs = [pack([documents[row] for row in bin_rows], width, collator.get_rope_index) for bin_rows in plan.rows]
+    tokenizer = getattr(collator.processor, "tokenizer", collator.processor)
+    if collator.packing == "thd":
+        batch = thd_packed(packs)
+    else:
+        attention = "sdpa" if collator.packing == "neat" else FLASH[0]
+        batch = neat_packed(packs, getattr(tokenizer, "pad_token_id", None) or 0, width, attention)
+    if plan.too_long:
+        batch["left_out"] = {"overlong": len(plan.too_long)}
+    return batch

@@ -1,0 +1,378 @@
+"""The one path that every family takes: copy → RGB → drop overlong → processor → hook → labels → shift → fake → counts.
+
+Labels are proven wherever the processor is transformers' own and a chat template is at hand: the chat is rendered, the
+rendering's spans are found, and the rendered text goes through the processor with character offsets. For any other
+object the processor is called in its family's style and a label builder looks at the ids. Beyond the processor itself
+the cost is O(characters + tokens).
+
+Shapes: B rows, S tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from spanwise.batch import BatchedDataDict
+from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans, Span
+from spanwise.vlm.families import TOKEN_KEYS, FamilySpec
+from spanwise.vlm.labels import labels_of_row, refuse_unlabelled, shift
+from spanwise.vlm.media import Conversation, copied_in_rgb, count_media, flat_media, gather
+from spanwise.vlm.tokens import drop_overlong, hide_fake_media, is_media_token, truncate
+
+Example = Mapping[str, Any]
+LabelBuilder = Callable[[Tensor, Sequence[Any], Any], Tensor]
+Call = Callable[[list[Any], list[Example]], dict[str, Any]]
+_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a batch is made.
+
+    Attributes:
+        family: the processor's family.
+        labels: "proven", or by a builder that looks at ids.
+        builder: the label builder for "template" and "search", and for objects without a template.
+        max_length: width of the batch before the shift; rows that do not fit are left out or cut behind their media.
+        pad_to_max: pad to ``max_length`` instead of the longest row.
+        drop_overlong: leave out what does not fit; else cut text and refuse to cut media.
+        sanitize: break up special tokens that users typed.
+        allow_unlabelled: accept a batch without labels.
+        hook: changes the tokenized batch before the shift.
+        shifted: shift labels; False leaves them in place for a collator that shifts later.
+    """
+
+    family: FamilySpec
+    labels: Literal["proven", "template", "search"] = "proven"
+    builder: LabelBuilder | None = None
+    max_length: int | None = None
+    pad_to_max: bool = False
+    drop_overlong: bool = False
+    sanitize: bool = False
+    allow_unlabelled: bool = False
+    hook: Callable[[Any, Any], Any] | None = None
+    shifted: bool = True
+
+
+def is_transformers(processor: Any) -> bool:
+    """A processor or tokenizer of transformers; asked without importing it."""
+    utils = sys.modules.get("transformers.processing_utils")
+    base = sys.modules.get("transformers.tokenization_utils_base")
+    return (utils is not None and isinstance(processor, utils.ProcessorMixin)) or (
+        base is not None and isinstance(processor, base.PreTrainedTokenizerBase)
+    )
+
+
+def template_source(processor: Any) -> Any | None:
+    """The object whose chat template renders: the processor, else its tokenizer; None where neither has one."""
+    for source in (processor, getattr(processor, "tokenizer", None)):
+        if source is not None and getattr(source, "chat_template", None):
+            return source
+    return None
+
+
+def can_prove(processor: Any) -> bool:
+    """Whether labels can be proven for this processor."""
+    return is_transformers(processor) and template_source(processor) is not None
+
+
+def conversations_of(examples: Sequence[Example], *, need_assistant: bool) -> list[Any]:
+    """The rows' conversations; a row without one, or without an assistant turn, is an error that names it."""
+    rows = []
+    for row, example in enumerate(examples):
+        conversation = example.get("conversation")
+        if not conversation:
+            raise ValueError(
+                f"row {row} has keys {sorted(example)} and no 'conversation'; expected a list of messages with role "
+                "and content under that key. The data set probably names it otherwise. Fix: rename the column."
+            )
+        if need_assistant and not any(message.get("role") == "assistant" for message in conversation):
+            raise ValueError(
+                f"row {row} has roles {[message.get('role') for message in conversation]}; expected at least one "
+                "assistant turn to train on. The answer is missing or its role is spelt otherwise. "
+                "Fix: leave the row out, or name the role 'assistant'."
+            )
+        rows.append(conversation)
+    return rows
+
+
+def collate_proven(
+    examples: Sequence[Example], processor: Any, settings: Settings, find: AssistantSpans | None = None
+) -> BatchedDataDict:
+    """Collate rows of conversations with a processor or tokenizer of transformers.
+
+    Args:
+        examples: rows with "conversation" and optional "audio"; not changed.
+        processor: a transformers processor or tokenizer with a chat template.
+        settings: see :class:`Settings`.
+        find: the span finder of an earlier call, which remembers the template.
+
+    Returns:
+        The processor's tensors with labels [B, S - 1] already shifted; ``left_out`` counts rows by reason.
+    """
+    proven = settings.labels == "proven"
+    conversations = conversations_of(examples, need_assistant=proven and not settings.allow_unlabelled)
+    conversations = copied_in_rgb(conversations, open_files=True)
+    conversations = sanitized(conversations, processor, change=settings.sanitize)
+    finder = find or AssistantSpans(template_source(processor))
+    rendered = [_spans_of_row(finder, row, conversation) for row, conversation in enumerate(conversations)]
+    rows = list(range(len(examples)))
+    if settings.drop_overlong and settings.max_length is not None:
+        _, rows = drop_overlong(conversations, processor, settings.max_length)
+    while True:
+        batch = _processed([rendered[row] for row in rows], [conversations[row] for row in rows],
+                           [examples[row] for row in rows], processor, settings)  # fmt: skip
+        fits = _rows_that_fit(batch, settings)
+        if fits is None:
+            break
+        rows = [rows[place] for place in fits]
+    kept = [conversations[row] for row in rows]
+    if not proven and settings.builder is not None:
+        batch["labels"] = settings.builder(batch["input_ids"], kept, processor)
+    batch = finished(batch, kept, [examples[row] for row in rows], processor, settings)
+    if len(rows) < len(examples):
+        batch["left_out"] = dict(Counter(overlong=len(examples) - len(rows)))
+    return batch
+
+
+def collate_called(
+    examples: Sequence[Example], processor: Any, settings: Settings, call: Call | None = None
+) -> BatchedDataDict:
+    """Collate rows with any other object: called in its family's style, labelled by ``settings.builder``."""
+    conversations: list[Any] = copied_in_rgb(conversations_of(examples, need_assistant=False))
+    kept = list(range(len(examples)))
+    if settings.drop_overlong and settings.max_length is not None:
+        conversations, kept = drop_overlong(conversations, processor, settings.max_length)
+    rows = [examples[row] for row in kept]
+    style = call or {"batched_template": _template_call, "text_and_media": _media_call, "per_sample": _media_call}[
+        settings.family.call
+    ](processor, settings)
+    batch = style(conversations, rows)
+    if settings.hook is not None:
+        batch = settings.hook(batch, processor)
+    if settings.builder is not None and "labels" not in batch:
+        batch["labels"] = settings.builder(batch["input_ids"], conversations, processor)
+    done = finished(batch, conversations, rows, processor, replace(settings, hook=None, allow_unlabelled=True))
+    if len(kept) < len(examples):
+        done["left_out"] = {"overlong": len(examples) - len(kept)}
+    return done
+
+
+def finished(
+    batch: Mapping[str, Any],
+    conversations: Sequence[Conversation],
+    examples: Sequence[Example],
+    processor: Any,
+    settings: Settings,
+) -> BatchedDataDict:
+    """Everything behind the processor: hook, cut, pad, shift, fake media, counts, dtype."""
+    batch = dict(batch)
+    if settings.hook is not None:
+        batch = _hooked(batch, processor, settings.hook)
+    if settings.max_length is not None:
+        if batch["input_ids"].shape[1] > settings.max_length:
+            truncate(batch, settings.max_length, is_media_token(batch["input_ids"], processor))
+        if settings.pad_to_max:
+            pad_columns(batch, settings.max_length, processor)
+    refuse_unlabelled(batch["labels"], allowed=settings.allow_unlabelled)
+    if settings.shifted:
+        shift(batch)
+    hide_fake_media(batch, processor, [row for row, example in enumerate(examples) if example.get("_injected_fake")])
+    add_counts(batch, conversations)
+    if settings.family.cast is not None:
+        cast_pixels(batch, settings.family.cast)
+    for key in settings.family.drop:
+        batch.pop(key, None)
+    return BatchedDataDict(batch)
+
+
+def _spans_of_row(finder: AssistantSpans, row: int, conversation: Conversation) -> tuple[str, list[Span]]:
+    try:
+        return finder(conversation)
+    except ValueError as error:
+        raise type(error)(f"row {row}: {error}") from error
+
+
+def _processed(
+    rendered: Sequence[tuple[str, list[Span]]],
+    conversations: Sequence[Conversation],
+    examples: Sequence[Example],
+    processor: Any,
+    settings: Settings,
+) -> dict[str, Any]:
+    """The processor's output for rendered rows, with proven labels [B, S] where these are asked for."""
+    texts = [text for text, _ in rendered]
+    media = gather(conversations)
+    audio = [clip for row, example in zip(media.audio, examples, strict=True) for clip in row or _own_audio(example)]
+    _refuse_mismatch(texts, media.images, processor, "image")
+    arguments: dict[str, Any] = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+    tokenizer = getattr(processor, "tokenizer", processor)
+    begins = getattr(tokenizer, "bos_token", None)
+    if processor is tokenizer or (begins and texts[0].startswith(begins)):
+        arguments["add_special_tokens"] = False
+    arguments |= settings.family.options
+    if processor is tokenizer:
+        arguments.pop("do_sample_frames", None)
+        output = dict(processor(texts, return_offsets_mapping=bool(tokenizer.is_fast), **arguments))
+    else:
+        if not any(media.videos):
+            arguments.pop("do_sample_frames", None)
+        if any(media.images):
+            arguments["images"] = media.images
+        if any(media.videos):
+            arguments["videos"] = media.videos
+        if audio:
+            arguments["audio"] = audio
+        arguments |= {"return_offsets_mapping": bool(tokenizer.is_fast), "return_text_replacement_offsets": True}
+        output = dict(processor(text=texts, **arguments))
+    offsets, replacements = output.pop("offset_mapping", None), output.pop("text_replacement_offsets", None)
+    if settings.labels == "proven":
+        output["labels"] = torch.stack(
+            [
+                labels_of_row(
+                    output["input_ids"][row],
+                    output["attention_mask"][row] if "attention_mask" in output else None,
+                    text,
+                    spans,
+                    offsets=None if offsets is None else torch.as_tensor(offsets[row]),
+                    replacements=_replacements_of(
+                        replacements, row, bool(media.images[row] or media.videos[row] or audio)
+                    ),
+                    processor=processor,
+                )
+                for row, (text, spans) in enumerate(rendered)
+            ]
+        )
+    return output
+
+
+def _replacements_of(reported: Any, row: int, brings_media: bool) -> Any:
+    """What the processor says it replaced in a row; () with nothing to replace; None where it says nothing."""
+    if reported is not None and len(reported) > row:
+        return reported[row]
+    return None if brings_media else ()
+
+
+def _own_audio(example: Example) -> list[Any]:
+    """A row's "audio" as waveforms: an array, a dict with "array", or a pair of array and rate."""
+    audio = example.get("audio")
+    if audio is None:
+        return []
+    if isinstance(audio, Mapping):
+        return [audio["array"]]
+    if isinstance(audio, (tuple, list)) and len(audio) == 2 and not isinstance(audio[0], (int, float)):
+        return [audio[0]]
+    return [audio]
+
+
+def _refuse_mismatch(texts: Sequence[str], media: Sequence[Sequence[Any]], processor: Any, kind: str) -> None:
+    """Placeholders and media must agree row by row; the processor itself would only see the sum."""
+    word = getattr(processor, f"{kind}_token", None)
+    if not isinstance(word, str) or not word:
+        return
+    for row, (text, given) in enumerate(zip(texts, media, strict=True)):
+        found = text.count(word)
+        if found != len(given):
+            raise ValueError(
+                f"row {row} renders {found} placeholders {word!r} and brings {len(given)} {kind}s; expected as many of "
+                f"one as of the other. A user typed the placeholder, a part has no {kind}, or the template drops it. "
+                f"Fix: give every {kind} part its {kind}, or pass sanitize=True to break up typed placeholders."
+            )
+
+
+def sanitized(conversations: Sequence[Conversation], processor: Any, *, change: bool) -> list[Any]:
+    """User text with special tokens typed in it: reported in the log, or (``change``) broken by a zero-width space."""
+    from spanwise.vlm.sanitize import break_up_specials
+
+    return break_up_specials(conversations, processor, change=change)
+
+
+def _rows_that_fit(batch: Mapping[str, Any], settings: Settings) -> list[int] | None:
+    """Rows within ``max_length`` when overlong ones are to be left out and some are; None when nothing is to do."""
+    if not settings.drop_overlong or settings.max_length is None or batch["input_ids"].shape[1] <= settings.max_length:
+        return None
+    lengths = batch["attention_mask"].sum(dim=1)
+    fits = (lengths <= settings.max_length).nonzero().flatten().tolist()
+    if not fits:
+        raise ValueError(
+            f"All {len(lengths)} samples in batch exceed max_length={settings.max_length} (they have "
+            f"{int(lengths.min())} to {int(lengths.max())} tokens); expected at least one that fits. Images become "
+            "many tokens, or max_length is too small. Fix: raise max_length, limit the image size in the processor, or "
+            "filter the data set."
+        )
+    return fits if len(fits) < len(lengths) else None
+
+
+def _hooked(batch: dict[str, Any], processor: Any, hook: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Run a hook; labels must have stayed in step with the ids it returns."""
+    changed = dict(hook(batch, processor))
+    if changed["labels"].shape != changed["input_ids"].shape:
+        raise ValueError(
+            f"the hook returned input_ids {tuple(changed['input_ids'].shape)} beside labels "
+            f"{tuple(changed['labels'].shape)}; expected equal shapes. The hook inserts tokens and forgets the labels. "
+            "Fix: let it extend batch['labels'] by -100 where it extends batch['input_ids']."
+        )
+    return changed
+
+
+def pad_columns(batch: dict[str, Any], width: int, processor: Any) -> None:
+    """Pad every token-axis tensor of our batch on the right to ``width`` columns."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    fill = _PADDING | {"input_ids": getattr(tokenizer, "pad_token_id", None) or 0}
+    for key in TOKEN_KEYS & set(batch):
+        missing = width - batch[key].shape[-1]
+        if missing > 0:
+            batch[key] = torch.nn.functional.pad(batch[key], (0, missing), value=fill.get(key, 0))
+
+
+def add_counts(batch: dict[str, Any], conversations: Sequence[Conversation]) -> None:
+    """``n_images_per_sample`` and ``n_videos_per_sample``, int64 [B], absent where all are 0."""
+    for name, counts in zip(("n_images_per_sample", "n_videos_per_sample"), count_media(conversations), strict=True):
+        if any(counts):
+            batch[name] = torch.tensor(counts, dtype=torch.int64)
+
+
+def cast_pixels(batch: dict[str, Any], dtype: torch.dtype) -> None:
+    """Cast pixel values, whether they are one tensor or a list of tensors."""
+    for key in ("pixel_values", "pixel_values_videos"):
+        value = batch.get(key)
+        if isinstance(value, Tensor):
+            batch[key] = value.to(dtype)
+        elif isinstance(value, list):
+            batch[key] = [entry.to(dtype) if isinstance(entry, Tensor) else entry for entry in value]
+
+
+def _template_call(processor: Any, settings: Settings) -> Call:
+    """One batched ``apply_chat_template`` that tokenizes."""
+
+    def call(conversations: list[Any], _: list[Example]) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"padding": True, "truncation": True}
+        if settings.max_length is not None:
+            arguments |= {"padding": "max_length", "max_length": settings.max_length}
+            arguments["truncation"] = not settings.drop_overlong
+        return dict(
+            processor.apply_chat_template(
+                conversations, tokenize=True, return_tensors="pt", return_dict=True, **arguments
+            )
+        )
+
+    return call
+
+
+def _media_call(processor: Any, settings: Settings) -> Call:
+    """Rendered texts and flat media lists in one call."""
+
+    def call(conversations: list[Any], _: list[Example]) -> dict[str, Any]:
+        texts = [processor.apply_chat_template(conversation, tokenize=False) for conversation in conversations]
+        images, videos = flat_media(conversations)
+        named = {settings.family.images: images, settings.family.videos: videos}
+        return dict(processor(text=texts, **named, padding=True, return_tensors="pt", **settings.family.options))
+
+    return call

@@ -1,0 +1,175 @@
+"""Rows tokenized one by one where they are read (in DataLoader workers), and the collator that only pads them.
+
+Each row is tokenized exactly, media included, so its length is known before it is padded or packed. Labels are not
+shifted here: :func:`pad` and the packs do it once. O(one row) memory.
+
+Shapes: S tokens, B rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spanwise.batch import BatchedDataDict
+from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans
+from spanwise.vlm.families import family_of
+from spanwise.vlm.labels import shift
+from spanwise.vlm.media import has_media, with_fake_image
+from spanwise.vlm.pipeline import Settings, collate_proven, template_source
+from spanwise.vlm.tokens import is_media_token, truncate
+
+logger = logging.getLogger(__name__)
+
+# Token-axis tensors of a row, and what pads them.
+ROW_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX, "mm_token_type_ids": 0, "token_type_ids": 0}
+MEDIA_KEYS = ("pixel_values", "pixel_values_videos")
+GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_position_ids", "second_per_grid_ts", "image_sizes")
+
+
+class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
+    """Tokenizes a row when it is asked for.
+
+    Args:
+        dataset: map-style, of rows with "conversation".
+        processor: a transformers processor.
+        max_length: longer rows are replaced by another row (drawn from ``idx``, counted in ``replaced``), or cut.
+        max_retries: how many other rows are tried.
+        truncate: cut longer rows behind their media instead of replacing them.
+        post_tokenize_hook: ``(batch, processor) -> batch`` on the row as a batch of one, labels included.
+        inject_fake_images: put a white image, hidden from attention, into rows without media, so that every rank of a
+            sharded model runs its vision tower.
+
+    ``wrapper[i]`` is a dict of 1-D ``input_ids``, ``attention_mask``, ``labels`` (int64, not shifted, -100 outside what
+    the assistant said) and the row's media tensors.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        processor: Any,
+        max_length: int | None = None,
+        max_retries: int = 10,
+        truncate: bool = False,
+        post_tokenize_hook: Callable[[Any, Any], Any] | None = None,
+        inject_fake_images: bool = True,
+    ) -> None:
+        self.dataset = dataset
+        self.processor = processor
+        self.max_length = max_length
+        self.max_retries = max_retries
+        self.truncate = truncate
+        self.post_tokenize_hook = post_tokenize_hook
+        self.inject_fake_images = inject_fake_images
+        self.replaced: Counter[str] = Counter()
+        self._find = AssistantSpans(template_source(processor))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        idx = index
+        draws = torch.Generator().manual_seed(index)
+        for _ in range(self.max_retries):
+            row = self.tokenized(idx)
+            size = len(row["input_ids"])
+            if self.max_length is None or size <= self.max_length:
+                return row
+            self.replaced["overlong"] += 1
+            logger.warning("row %d has %d tokens, max_length is %d: replaced by another.", idx, size, self.max_length)
+            idx = int(torch.randint(len(self.dataset), (), generator=draws))
+        raise ValueError(
+            f"{self.max_retries} rows in turn are longer than max_length={self.max_length}; expected most rows to fit. "
+            "Images become many tokens, or max_length is too small. Fix: raise max_length, pass truncate=True, or "
+            "limit the image size in the processor."
+        )
+
+    def tokenized(self, idx: int) -> dict[str, Any]:
+        """Row ``idx`` itself, however long; cut only with ``truncate``."""
+        example: Mapping[str, Any] = self.dataset[idx]
+        if self.inject_fake_images and not has_media(example["conversation"]):
+            example = {
+                **example, "conversation": with_fake_image(example["conversation"]), "_injected_fake": True
+            }  # fmt: skip
+        settings = Settings(
+            family_of(self.processor), allow_unlabelled=True, shifted=False, hook=self.post_tokenize_hook
+        )
+        tensors = dict(collate_proven([example], self.processor, settings, self._find))
+        if self.truncate and self.max_length is not None:
+            truncate(tensors, self.max_length, is_media_token(tensors["input_ids"], self.processor))
+        for name in ("n_images_per_sample", "n_videos_per_sample"):
+            tensors.pop(name, None)
+        return {key: value[0] if key in ROW_PADDING else value for key, value in tensors.items()}
+
+
+def pad(examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None) -> BatchedDataDict:
+    """Pad pre-tokenized rows on the right, shift once, lay their media end to end.
+
+    Args:
+        examples: at least one row; see :class:`PreTokenizedDatasetWrapper`.
+        processor: for its padding id (0 where it has none).
+        max_length: the width before the shift; None is the longest row.
+
+    Raises:
+        ValueError: a row is longer than ``max_length`` and would lose media tokens.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    fills = ROW_PADDING | {"input_ids": getattr(tokenizer, "pad_token_id", 0) or 0}
+    width = max_length or max(len(example["input_ids"]) for example in examples)
+    batch: dict[str, Any] = {}
+    for key, fill in fills.items():
+        if any(example.get(key) is not None for example in examples):
+            batch[key] = torch.stack([_padded(example, key, fill, width) for example in examples])
+    if any(len(example["input_ids"]) > width for example in examples):
+        _refuse_cut_media(examples, width, processor)
+    shift(batch)
+    batch |= joined_media(examples)
+    for key in MEDIA_KEYS:
+        if isinstance(batch.get(key), Tensor):
+            batch[key] = batch[key].to(torch.bfloat16)
+    for name, grid in (("n_images_per_sample", "image_grid_thw"), ("n_videos_per_sample", "video_grid_thw")):
+        counts = [0 if example.get(grid) is None else len(example[grid]) for example in examples]
+        if any(counts):
+            batch[name] = torch.tensor(counts, dtype=torch.int64)
+    return BatchedDataDict(batch)
+
+
+def _padded(example: Mapping[str, Any], key: str, fill: int, width: int) -> Tensor:
+    value = example.get(key)
+    if value is None:
+        value = torch.zeros(len(example["input_ids"]), dtype=torch.int64)
+    row = torch.as_tensor(value).reshape(-1)[:width]
+    return nn.functional.pad(row, (0, width - len(row)), value=fill)
+
+
+def _refuse_cut_media(examples: Sequence[Mapping[str, Any]], width: int, processor: Any) -> None:
+    rows = [
+        row
+        for row, example in enumerate(examples)
+        if bool(is_media_token(torch.as_tensor(example["input_ids"])[width:], processor).any())
+    ]
+    if rows:
+        raise ValueError(
+            f"max_length={width} cuts into the media of rows {rows}; expected every media token within it, since "
+            "features without tokens break the model. The rows were tokenized for another length. "
+            "Fix: give PreTokenizedDatasetWrapper the same max_length, or raise it here."
+        )
+
+
+def joined_media(examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Media and grids of all rows end to end; a list of tensors where they have several shapes."""
+    joined: dict[str, Any] = {}
+    for key in (*MEDIA_KEYS, *GRID_KEYS):
+        values = [example[key] for example in examples if example.get(key) is not None]
+        if not values:
+            continue
+        if all(isinstance(value, Tensor) for value in values) and len({value.shape[1:] for value in values}) == 1:
+            joined[key] = torch.cat(values)
+        else:
+            joined[key] = [entry for value in values for entry in value]
+    return joined
