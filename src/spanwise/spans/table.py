@@ -28,7 +28,7 @@ from torch import Tensor
 
 Kind = Literal["byte_level", "sentencepiece", "wordpiece", "plain"]
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>\Z")
 # What a tokenizer is asked to encode so that its kind can be seen; any scripts will do.
 _PROBE = "Hi there, 12 é 日本"
 _LARGEST_VOCABULARY = 1 << 22
@@ -178,24 +178,37 @@ def inserted_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int] | None:
-    """The ids of a text, or None where the object does not encode."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    # A call would write padding and truncation into the caller's backend; encode on the backend does not.
-    try:
-        if backend is not None and hasattr(backend, "encode"):
-            if getattr(backend, "truncation", None) is None and getattr(backend, "padding", None) is None:
-                return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-            from tokenizers import Tokenizer
+def encode_plain(tokenizer: Any, text: str) -> list[int] | None:
+    """The ids of a text without special tokens, or None where the object does not encode."""
+    return _encode(tokenizer, text, False)
 
-            fresh = Tokenizer.from_str(backend.to_str())
-            fresh.no_truncation()
-            fresh.no_padding()
-            return list(fresh.encode(text, add_special_tokens=add_special_tokens).ids)
-        encode = getattr(tokenizer, "encode", None)
-        return list(encode(text, add_special_tokens=add_special_tokens)) if encode is not None else None
-    except (TypeError, NotImplementedError, AttributeError, KeyError, ValueError):
+
+def stateless_backend(tokenizer: Any) -> Any:
+    """The tokenizer's Rust part without truncation and padding, or None; the caller's own state stays as it is."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "encode") or not hasattr(backend, "to_str"):
         return None
+    if backend.truncation is None and backend.padding is None:
+        return backend
+    from tokenizers import Tokenizer
+
+    fresh = Tokenizer.from_str(backend.to_str())
+    fresh.no_truncation()
+    fresh.no_padding()
+    return fresh
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int] | None:
+    backend = stateless_backend(tokenizer)
+    if backend is not None:
+        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+    encode = getattr(tokenizer, "encode", None)
+    if encode is None:
+        return None
+    try:
+        return list(encode(text, add_special_tokens=add_special_tokens))
+    except (TypeError, NotImplementedError, AttributeError, KeyError, ValueError):
+        return None  # a stand-in for a tokenizer that has the name and not the function
 
 
 def _declared_size(tokenizer: Any) -> int | None:
@@ -284,7 +297,9 @@ def _most_likely(
     ordinary = [piece for place, piece in enumerate(pieces) if piece and place not in added]
     marks: dict[Kind, int] = {
         "byte_level": sum(piece[0] in "ĠĊ" for piece in ordinary),
-        "sentencepiece": sum(piece[0] == "▁" or _BYTE_PIECE.match(piece) is not None for piece in ordinary),
+        "sentencepiece": sum(
+            piece[0] == "▁" or (piece[0] == "<" and bool(_BYTE_PIECE.match(piece))) for piece in ordinary
+        ),
         "wordpiece": sum(piece.startswith("##") and len(piece) > 2 for piece in ordinary),
         "plain": 0,
     }
@@ -317,21 +332,19 @@ def _contents(kind: Kind, pieces: Sequence[str | None], added: dict[int, str], s
             for place, piece in enumerate(pieces)
         ]
     if kind == "sentencepiece":
-        return [_sentencepiece_bytes(piece, place in special) for place, piece in enumerate(pieces)]
+        # Comprehensions rather than a function per piece: there are up to 262,144 of them.
+        fallback = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}
+        return [
+            b""
+            if piece is None
+            else fallback[piece]
+            if piece in fallback and place not in special
+            else (piece if place in special else piece.replace("▁", " ")).encode("utf-8", "surrogatepass")
+            for place, piece in enumerate(pieces)
+        ]
     return [
         (piece or "")
         .removeprefix("##" if kind == "wordpiece" and piece != "##" else "")
         .encode("utf-8", "surrogatepass")
         for piece in pieces
     ]
-
-
-def _sentencepiece_bytes(piece: str | None, is_special: bool) -> bytes:
-    if piece is None:
-        return b""
-    if is_special:
-        return piece.encode("utf-8", "surrogatepass")
-    byte = _BYTE_PIECE.match(piece)
-    if byte is not None:
-        return bytes([int(byte[1], 16)])
-    return piece.replace("▁", " ").encode("utf-8", "surrogatepass")

@@ -1,0 +1,222 @@
+"""Lay the tokens of a whole batch on byte axes, under the reading that nearly every row confirms.
+
+Control tokens at the edges of a row were inserted and stand for no bytes, those inside are text, a dummy prefix is
+taken off. If both sides' bytes are then equal, or one is the beginning of the other, nothing more is needed. Vectorised
+over the batch; only the edges of rows are found row by row. O(tokens + bytes).
+
+Shapes: B rows, n tokens of all rows of one side laid end to end, N their bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from spanwise.spans.fold import Flags, Positions
+from spanwise.spans.intersect import Placed
+from spanwise.spans.profile import Profile
+
+Stream = npt.NDArray[np.uint8]
+
+# The quality of a row: equal bytes, equal after a canonical form, certain blocks only, nothing.
+EXACT, CANONICAL, RESYNC, FAILED = 0, 1, 2, 3
+_SPACE = 0x20
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedRow:
+    """One side of a row on its axis: see :class:`spanwise.spans.intersect.Placed`."""
+
+    start: Positions
+    end: Positions
+    inserted: Flags
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reconciled:
+    """Both sides of a row on one axis, its length, the places where they do not agree, and how it was found."""
+
+    student: PlacedRow
+    teacher: PlacedRow
+    length: int
+    gaps: list[int]
+    quality: int
+
+
+@dataclass(eq=False)
+class Tokens:
+    """The real tokens of one side.
+
+    Attributes:
+        ids: int64 [n].
+        bounds: int64 [B + 1], row ``r`` owns ``ids[bounds[r]:bounds[r + 1]]``.
+        profile: how to read them.
+    """
+
+    ids: Positions
+    bounds: Positions
+    profile: Profile
+
+    @property
+    def row(self) -> Positions:
+        """int64 [n]: the row of every token."""
+        return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
+
+
+@dataclass(eq=False)
+class BatchPlaces:
+    """Both sides of a batch on common axes.
+
+    ``slow`` names the rows whose bytes differ: their places are not filled in yet. The rest is as in
+    :class:`Reconciled`, for all rows.
+    """
+
+    student: Placed
+    teacher: Placed
+    lengths: Positions
+    gaps: list[tuple[int, int]]
+    quality: Positions
+    slow: list[int]
+
+    def fill(self, row: int, found: Reconciled, sides: tuple[Tokens, Tokens]) -> None:
+        """Enter a row that was placed on its own."""
+        self.lengths[row], self.quality[row] = found.length, found.quality
+        self.gaps += [(row, gap) for gap in found.gaps]
+        for placed, tokens, mine in (
+            (self.student, sides[0], found.student),
+            (self.teacher, sides[1], found.teacher),
+        ):
+            here = slice(tokens.bounds[row], tokens.bounds[row + 1])
+            placed.start[here], placed.end[here], placed.inserted[here] = mine.start, mine.end, mine.inserted
+            placed.first[row] = mine.first
+
+
+def gather(flat: Stream, starts: Positions, lengths: Positions) -> Stream:
+    """``lengths[i]`` bytes from ``starts[i]`` on, end to end.
+
+    >>> gather(np.frombuffer(b"abcdef", dtype=np.uint8), np.array([3, 0]), np.array([2, 3])).tobytes()
+    b'deabc'
+    """
+    ends = np.cumsum(lengths)
+    source = np.repeat(starts - (ends - lengths), lengths)
+    source += np.arange(len(source))
+    return flat[source]
+
+
+def place_batch(sides: tuple[Tokens, Tokens]) -> BatchPlaces:
+    """Place all rows as if both sides had the same bytes, and say for which rows that is not so."""
+    edges = [_edges(side) for side in sides]
+    student = _lay_out(sides[0], edges[0], sides[1].profile.dummy, edges[1].spaced)
+    teacher = _lay_out(sides[1], edges[1], sides[0].profile.dummy, edges[0].spaced)
+    rows = len(sides[0].bounds) - 1
+    sizes = np.stack([np.diff(student.row_bytes), np.diff(teacher.row_bytes)])
+    agreed = sizes.min(axis=0)
+    slow = []
+    for row in range(rows):
+        mine, theirs, least = student.row_stream(row), teacher.row_stream(row), int(agreed[row])
+        if student.doubtful[row] or teacher.doubtful[row] or not np.array_equal(mine[:least], theirs[:least]):
+            slow.append(row)
+        elif len(mine) != len(theirs) and (not least or (student, teacher)[len(theirs) < len(mine)].trailing[row]):
+            slow.append(row)  # cut text, unless the shorter side's control tokens are text that the other side spells
+    for side, other in ((student, teacher), (teacher, student)):
+        if (np.diff(side.row_bytes) > np.diff(other.row_bytes)).any():
+            side.placed.end[side.placed.end > agreed[side.placed.row]] = -1
+    quality = np.where(student.spaced == teacher.spaced, EXACT, CANONICAL)
+    return BatchPlaces(student.placed, teacher.placed, sizes.max(axis=0), [], quality, slow)
+
+
+@dataclass(eq=False)
+class _Laid:
+    """One side under the usual reading.
+
+    ``row_bytes`` int64 [B + 1] cuts ``stream`` into rows. ``trailing``: control tokens end the row. ``doubtful``: some
+    token's bytes are unknown, or a dummy prefix may follow a control token inside. ``spaced``: a space was taken off.
+    """
+
+    placed: Placed
+    stream: Stream
+    row_bytes: Positions
+    trailing: Flags
+    doubtful: Flags
+    spaced: Flags
+
+    def row_stream(self, row: int) -> Stream:
+        return self.stream[self.row_bytes[row] : self.row_bytes[row + 1]]
+
+
+def _lay_out(side: Tokens, edges: _Edges, other_dummy: str, other_spaced: Flags) -> _Laid:
+    profile, ids, bounds = side.profile, side.ids, side.bounds
+    rows = len(bounds) - 1
+    lengths = profile.lengths[ids]
+    lengths[edges.inserted] = 0
+    starts = profile.offsets[ids]
+    unsure = ~profile.known[ids] & ~edges.inserted
+    if profile.dummy != "none" or other_dummy != "none":
+        unsure |= profile.special[ids] & ~edges.inserted
+    doubtful = _any_per_row(unsure, bounds)
+    if profile.dummy == "unless_space":
+        extra = edges.spaced & ~other_spaced  # where both sides have it, the text may have it too
+    elif profile.dummy == "always" and other_dummy == "none":
+        extra = edges.spaced
+    else:
+        extra = np.zeros(rows, dtype=bool)
+    if {profile.dummy, other_dummy} == {"always", "unless_space"}:
+        doubtful |= edges.spaced
+    starts[edges.first[extra]] += 1
+    lengths[edges.first[extra]] -= 1
+    ends = np.cumsum(lengths)
+    row_bytes = np.concatenate([np.zeros(1, dtype=np.int64), ends])[bounds]
+    row = side.row
+    base = row_bytes[:-1][row]
+    placed = Placed(row, ends - lengths - base, ends - base, edges.inserted, np.zeros(rows, dtype=np.int64))
+    return _Laid(placed, gather(profile.flat, starts, lengths), row_bytes, edges.trailing, doubtful, extra)
+
+
+@dataclass(eq=False)
+class _Edges:
+    """Control tokens at the edges of rows.
+
+    ``inserted`` bool [n]; per row the ``first`` token that is none of them (-1: no such), whether its bytes begin with
+    a space (``spaced``), and whether control tokens end the row (``trailing``).
+    """
+
+    inserted: Flags
+    first: Positions
+    spaced: Flags
+    trailing: Flags
+
+
+def _edges(side: Tokens) -> _Edges:
+    profile, bounds = side.profile, side.bounds
+    special = profile.special[side.ids]
+    inserted = np.zeros(len(special), dtype=bool)
+    rows = len(bounds) - 1
+    first = np.full(rows, -1, dtype=np.int64)
+    trailing = np.zeros(rows, dtype=bool)
+    for row in range(rows):
+        low, high = int(bounds[row]), int(bounds[row + 1])
+        text = np.flatnonzero(~special[low:high])
+        if not len(text):
+            inserted[low:high] = True
+            trailing[row] = high > low
+            continue
+        inserted[low : low + text[0]] = True
+        inserted[low + text[-1] + 1 : high] = True
+        first[row] = low + text[0]
+        trailing[row] = low + text[-1] + 1 < high
+    spaced = np.zeros(rows, dtype=bool)
+    leading = side.ids[first[first >= 0]]
+    full = profile.lengths[leading] > 0
+    spaced[first >= 0] = full & (profile.flat[np.where(full, profile.offsets[leading], 0)] == _SPACE)
+    return _Edges(inserted, first, spaced, trailing)
+
+
+def _any_per_row(flags: Flags, bounds: Positions) -> Flags:
+    if not flags.any():
+        return np.zeros(len(bounds) - 1, dtype=bool)
+    counts: npt.NDArray[Any] = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
+    return np.diff(counts[bounds]) > 0
