@@ -39,6 +39,9 @@ def train(steps: int, seed: int = 0) -> RotaryTransformerMLMModel:
         tokenizer, CELLS, loss_on_padding=False, add_bos=False, add_eos=False, masking="exact", t_sampling="stratified"
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 20, (steps - step) / (0.3 * steps))
+    )
     grids, _ = split_grids()
     order = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -50,6 +53,7 @@ def train(steps: int, seed: int = 0) -> RotaryTransformerMLMModel:
         value = loss(collator(rows))["loss"]
         value.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         if step % 50 == 0:
             print(f"step {step:4d}  loss {value.item():.3f}", flush=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
-from spanwise.mlm.layout import Layout, MaskingCollator, Rows, Truncate, field, width_of
+from spanwise.mlm.layout import Layout, MaskingCollator, Rows, field, width_of
 from spanwise.mlm.noise import NoiseSchedule
 from spanwise.spans.pack import segment_positions
 
@@ -45,7 +45,7 @@ class DefaultMLMCollator(MaskingCollator):
         block_size: int | None,
         noise_schedule: NoiseSchedule | None = None,
         loss_on_padding: bool = True,
-        truncate: Truncate = "block",
+        truncate: str | None = "block",
         add_bos: bool = True,
         add_eos: bool = True,
         **options: Any,
@@ -53,7 +53,7 @@ class DefaultMLMCollator(MaskingCollator):
         super().__init__(tokenizer, noise_schedule, add_bos=add_bos, add_eos=add_eos, **options)
         self.block_size = block_size
         self.loss_on_padding = loss_on_padding
-        self.truncate: Truncate = truncate
+        self.truncate: str | None = truncate
 
     def __call__(self, rows: Rows) -> BatchedDataDict:
         """Collate rows with ``input_ids``."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from spanwise.batch import IGNORE_INDEX, BatchedDataDict
-from spanwise.mlm.masking import Hidden, Masking, RowNoise, TimeSampling, choose_hidden, row_noise
+from spanwise.mlm.masking import Hidden, RowNoise, choose_hidden, row_noise
 from spanwise.mlm.noise import NoiseSchedule
 from spanwise.mlm.special_tokens import mask_token_id, special_ids
 
-Truncate = Literal["max", "block"] | None
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -93,13 +92,13 @@ class MaskingCollator:
         *,
         add_bos: bool,
         add_eos: bool,
-        masking: Masking = "bernoulli",
-        t_sampling: TimeSampling = "iid",
+        masking: str = "bernoulli",
+        t_sampling: str = "iid",
         seed: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
-        _one_of("masking", masking, ("bernoulli", "exact"))
-        _one_of("t_sampling", t_sampling, ("iid", "stratified"))
+        one_of("masking", masking, ("bernoulli", "exact"))
+        one_of("t_sampling", t_sampling, ("iid", "stratified"))
         self.tokenizer = tokenizer
         self.noise_schedule = noise_schedule
         self.add_bos, self.add_eos = add_bos, add_eos
@@ -165,7 +164,7 @@ def field(row: Mapping[str, Any], name: str) -> list[int]:
     return [int(token) for token in (value.tolist() if hasattr(value, "tolist") else value)]
 
 
-def width_of(lengths: Sequence[int], block_size: int | None, truncate: Truncate) -> int:
+def width_of(lengths: Sequence[int], block_size: int | None, truncate: str | None) -> int:
     """How wide a batch becomes: ``block`` as given, None the longest row, ``max`` the larger of the two.
 
     Without a block size the longest row decides in every mode. An empty batch is an error.
@@ -175,13 +174,14 @@ def width_of(lengths: Sequence[int], block_size: int | None, truncate: Truncate)
             "a collator was given no rows; expected at least one. The data set or the shard of this rank is probably "
             "empty. Fix: check the length of the data before training."
         )
-    _one_of("truncate", truncate, ("block", "max", None))
+    one_of("truncate", truncate, ("block", "max", None))
     if block_size is None or truncate is None:
         return max(lengths)
     return block_size if truncate == "block" else max(block_size, *lengths)
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse a value that is not among ``allowed``."""
     if value not in allowed:
         raise ValueError(
             f"{name}={value!r} was given; expected one of {list(allowed)}. It is probably misspelt. "

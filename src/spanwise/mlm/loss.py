@@ -9,7 +9,7 @@ Shapes: B rows, S width, M scored positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,12 +19,9 @@ from spanwise.batch import IGNORE_INDEX
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.mlm.backbones import as_mlm_model, score
 from spanwise.mlm.cross_entropy import weighted_cross_entropy
-from spanwise.mlm.layout import _one_of
+from spanwise.mlm.layout import one_of
 from spanwise.mlm.special_tokens import mask_token_id
 from spanwise.mlm.types import MLMLossDict
-
-Weighting = Literal["mlm", "nelbo"]
-Norm = Literal["masked", "token", "sequence"]
 
 
 class MLMLoss:
@@ -53,11 +50,11 @@ class MLMLoss:
         tokenizer: Any = None,
         use_num_masked_factor: bool = False,
         *,
-        weighting: Weighting = "mlm",
-        norm: Norm | None = None,
+        weighting: str = "mlm",
+        norm: str | None = None,
     ) -> None:
-        _one_of("weighting", weighting, ("mlm", "nelbo"))
-        _one_of("norm", norm, ("masked", "token", "sequence", None))
+        one_of("weighting", weighting, ("mlm", "nelbo"))
+        one_of("norm", norm, ("masked", "token", "sequence", None))
         if weighting == "nelbo" and (norm not in (None, "token") or loss_on_visible_tokens or use_num_masked_factor):
             raise ValueError(
                 f"weighting='nelbo' was given with norm={norm!r}, loss_on_visible_tokens={loss_on_visible_tokens}, "

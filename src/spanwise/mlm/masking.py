@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from spanwise.mlm.noise import NoiseSchedule, hidden_share
 
-Masking = Literal["bernoulli", "exact"]
-TimeSampling = Literal["iid", "stratified"]
 GOLDEN_STEP = 0.618034
 TIME_STREAM, TOKEN_STREAM = 1, 2
 _INCREMENT, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -64,7 +62,7 @@ def row_noise(
     width: int,
     *,
     seed: int,
-    t_sampling: TimeSampling,
+    t_sampling: str,
     generator: torch.Generator,
 ) -> RowNoise:
     """Noise of ``rows``: by counter where every row knows its ``epoch`` and ``position``, else from ``generator``."""
@@ -107,7 +105,7 @@ def choose_hidden(
     noise: RowNoise,
     place: Int[Tensor, "B S"],
     schedule: NoiseSchedule | None,
-    masking: Masking,
+    masking: str,
 ) -> Hidden:
     """Choose among ``eligible`` tokens; token noise is read at ``place``, the token's place in its row without padding.
 

@@ -9,16 +9,12 @@ Shapes: B rows, M candidates, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Confidence = Literal["top_prob", "prob_diff", "entropy"]
 
-
-def confidence_of(logits: Float[Tensor, "M V"], kind: Confidence) -> Float[Tensor, " M"]:
+def confidence_of(logits: Float[Tensor, "M V"], kind: str) -> Float[Tensor, " M"]:
     """How sure the model is at each position; higher is surer.
 
     ``top_prob``: the largest probability. ``prob_diff``: its lead over the second. ``entropy``: minus the entropy.
@@ -33,7 +29,7 @@ def confidence_of(logits: Float[Tensor, "M V"], kind: Confidence) -> Float[Tenso
     return best[:, 0] if kind == "top_prob" or best.shape[1] == 1 else best[:, 0] - best[:, 1]
 
 
-def risk_of(confidence: Float[Tensor, " M"], kind: Confidence) -> Float[Tensor, " M"]:
+def risk_of(confidence: Float[Tensor, " M"], kind: str) -> Float[Tensor, " M"]:
     """What is accumulated against the threshold: the entropy, or 1 - confidence."""
     return -confidence if kind == "entropy" else 1 - confidence
 
@@ -60,7 +56,7 @@ def by_quota(row: Int[Tensor, " M"], value: Float[Tensor, " M"], quota: Int[Tens
 
 
 def by_threshold(
-    row: Int[Tensor, " M"], confidence: Float[Tensor, " M"], kind: Confidence, threshold: float
+    row: Int[Tensor, " M"], confidence: Float[Tensor, " M"], kind: str, threshold: float | int
 ) -> Bool[Tensor, " M"]:
     """In order of confidence, while the accumulated risk stays below ``threshold``; at least one per row."""
     rank, risk = rank_in_row(row, confidence), risk_of(confidence, kind)
@@ -70,7 +66,7 @@ def by_threshold(
     return (table.cumsum(1)[row, rank] < threshold) | (rank == 0)
 
 
-def by_factor(row: Int[Tensor, " M"], confidence: Float[Tensor, " M"], factor: float) -> Bool[Tensor, " M"]:
+def by_factor(row: Int[Tensor, " M"], confidence: Float[Tensor, " M"], factor: float | int) -> Bool[Tensor, " M"]:
     """The most candidates n for which (n + 1)·(1 - confidence of the n-th) < ``factor``; at least one per row."""
     rank = rank_in_row(row, confidence)
     count = rank + 1

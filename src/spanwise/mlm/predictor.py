@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,10 @@ from spanwise.mlm.history import HistoryPluginBase
 from spanwise.mlm.loss import check_vocabulary
 from spanwise.mlm.model import RotaryTransformerMLMModel
 from spanwise.mlm.noise import NoiseSchedule, hidden_share
-from spanwise.mlm.order import Confidence, by_factor, by_quota, by_threshold, confidence_of
-from spanwise.mlm.sampling import TokenSampler, TopPRule, forbid
+from spanwise.mlm.order import by_factor, by_quota, by_threshold, confidence_of
+from spanwise.mlm.sampling import TokenSampler, forbid
 from spanwise.mlm.special_tokens import mask_token_id
 from spanwise.mlm.types import MLMPredictionDict, MLMStepResults
-
-CacheKind = Literal["prefix", "dual"]
 
 
 class MLMPredictor(nn.Module):
@@ -71,18 +69,18 @@ class MLMPredictor(nn.Module):
         model: Any = None,
         noise_schedule: NoiseSchedule | None = None,
         top_k: int | None = None,
-        top_p: float | None = None,
+        top_p: float | int | None = None,
         skip_special_tokens: bool = True,
         *,
-        temperature: float = 1.0,
-        top_p_rule: TopPRule = "inclusive",
-        confidence: Confidence | Literal["margin"] | None = None,
-        threshold: float | None = None,
-        factor: float | None = None,
+        temperature: float | int = 1.0,
+        top_p_rule: str = "inclusive",
+        confidence: str | None = None,
+        threshold: float | int | None = None,
+        factor: float | int | None = None,
         ddpm_cache: bool = False,
-        remasking: float | None = None,
+        remasking: float | int | None = None,
         block_size: int | None = None,
-        cache: CacheKind | None = None,
+        cache: str | None = None,
         suppress_tokens: Sequence[int] = (),
         logits_hook: Callable[[Tensor], Tensor] | None = None,
         history: HistoryPluginBase | None = None,
@@ -93,7 +91,7 @@ class MLMPredictor(nn.Module):
         self.noise_schedule = noise_schedule
         self.skip_special_tokens = skip_special_tokens
         self.sampler = TokenSampler(temperature, top_k, top_p, top_p_rule)
-        self.confidence: Confidence | None = "prob_diff" if confidence == "margin" else confidence
+        self.confidence = "prob_diff" if confidence == "margin" else confidence
         self.threshold, self.factor = threshold, factor
         self.ddpm_cache, self.remasking = ddpm_cache, remasking
         self.block_size, self.cache = block_size, cache

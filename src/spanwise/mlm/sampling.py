@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-TopPRule = Literal["inclusive", "exclusive"]
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,10 @@ class TokenSampler:
         top_p_rule: ``inclusive`` keeps the token that crosses top_p, ``exclusive`` drops it (at least one is kept).
     """
 
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int | None = None
-    top_p: float | None = None
-    top_p_rule: TopPRule = "inclusive"
+    top_p: float | int | None = None
+    top_p_rule: str = "inclusive"
 
     def __post_init__(self) -> None:
         problem, fix = "", ""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from spanwise.batch import BatchedDataDict
-from spanwise.mlm.layout import Layout, MaskingCollator, Rows, Truncate, field, row_columns, width_of
+from spanwise.mlm.layout import Layout, MaskingCollator, Rows, field, row_columns, width_of
 from spanwise.mlm.noise import NoiseSchedule
 
 
@@ -29,7 +29,7 @@ class _Seq2SeqCollator(MaskingCollator):
         input_block_size: int | None = None,
         add_bos: bool = True,
         add_eos: bool = True,
-        truncate: Truncate = "block",
+        truncate: str | None = "block",
         loss_on_padding: bool = True,
         prompt_field: str = "prompt_ids",
         target_field: str = "target_ids",
@@ -39,7 +39,7 @@ class _Seq2SeqCollator(MaskingCollator):
         super().__init__(tokenizer, noise_schedule, add_bos=add_bos, add_eos=add_eos, **options)
         self.block_size = block_size
         self.input_block_size = input_block_size
-        self.truncate: Truncate = truncate
+        self.truncate: str | None = truncate
         self.loss_on_padding = loss_on_padding
         self.prompt_field = prompt_field
         self.target_field = target_field
@@ -63,7 +63,9 @@ class _Seq2SeqCollator(MaskingCollator):
         return width_of([len(prompt) for prompt in prompts], self.input_block_size, "block")
 
     def _passed_through(self, rows: Rows) -> dict[str, Any]:
-        return {name: [row[name] for row in rows] for name in self.pass_through_fields if rows and name in rows[0]}
+        return {
+            name: [row[name] for row in rows] for name in self.pass_through_fields if all(name in row for row in rows)
+        }
 
 
 class MLMSeq2SeqTrainCollator(_Seq2SeqCollator):
