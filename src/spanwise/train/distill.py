@@ -169,6 +169,7 @@ class DistillTask:
             name: recipe.loss.kd_weight * sections[term.index].weight for name, term in self.terms.items()
         }
         self.scaled_terms = frozenset(self.terms) if recipe.loss.dynamic else frozenset()
+        self.embedding_learning_rate = recipe.student.embedding_learning_rate
         self.collator = self._make_collator()
         self.train_rows = self._make_rows(rows)
         self._collated: Counter[str] = Counter()

@@ -64,6 +64,10 @@ class Student(Section):
         description="Hub name, folder, tokenizer.json or GGUF file; or {vocab_size: N} to train one. Default: model.",
     )
     peft: dict[str, Any] | None = Field(None, description="Fields of a peft.LoraConfig; default: full training.")
+    merge: bool = Field(False, description="Save the model with its adapters merged in at the end.")
+    embedding_learning_rate: float | None = Field(
+        None, gt=0, description="Of the token embeddings and the head; with adapters, also trains them."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("float32", description="Type of the weights.")
     options: dict[str, Any] = Field(
         default_factory=dict, description="More arguments of from_pretrained (attn_implementation, device_map, …)."

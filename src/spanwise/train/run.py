@@ -143,9 +143,14 @@ def _check_room(folder: Path, model: Any) -> None:
 def _finish(recipe: Recipe, folder: Path, trainer: Any, task: Any, *, seconds: float) -> dict[str, Any]:
     """Measure, save the model at the folder's root, write the report."""
     from spanwise.train.run_report import write_run_report
+    from spanwise.train.student import merged
 
-    measured = task.evaluate(trainer.model_wrapped) if task.has_evaluation else {}
-    trainer.save_model(str(folder))
+    measured = _last_measures(trainer) if task.has_evaluation else {}
+    if recipe.student.merge:
+        merged(trainer.model).save_pretrained(folder)
+        task.processing_class.save_pretrained(folder)
+    else:
+        trainer.save_model(str(folder))
     steps = [entry for entry in trainer.run_log.entries if entry["kind"] == "step"]
     result = {
         "loss_per_step": [entry["loss"] for entry in steps],
@@ -161,6 +166,15 @@ def _finish(recipe: Recipe, folder: Path, trainer: Any, task: Any, *, seconds: f
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
     return result
+
+
+def _last_measures(trainer: Any) -> dict[str, float]:
+    """What the model at hand measures: known already when the last evaluation was of this very model."""
+    best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else trainer.state.global_step
+    for entry in reversed(trainer.run_log.entries):
+        if entry["kind"] == "evaluation" and entry["step"] == best:
+            return {name: value for name, value in entry.items() if name not in ("kind", "step")}
+    return {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items() if name.startswith("eval_")}
 
 
 def write_card(folder: Path, recipe: Recipe, measured: dict[str, float]) -> None:

@@ -75,7 +75,13 @@ def student_model(student: Student, tokenizer: Any) -> Any:
     else:
         model = fresh_model(student.model, tokenizer, student.dtype)
     check_head(model, tokenizer)
-    return with_adapters(model, student.peft) if student.peft is not None else model
+    if student.peft is None:
+        return model
+    fields = dict(student.peft)
+    if student.embedding_learning_rate is not None:
+        embeddings = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())
+        fields |= {"modules_to_save": [embeddings.split(".")[-1]], "ensure_weight_tying": True}
+    return with_adapters(model, fields)
 
 
 def fresh_model(fields: dict[str, Any], tokenizer: Any, dtype: str = "float32") -> Any:
@@ -128,7 +134,17 @@ def with_adapters(model: Any, fields: dict[str, Any]) -> Any:
             f"student.peft has a field that peft.LoraConfig does not know ({error}); expected its fields, as r, "
             "lora_alpha, target_modules. Fix: see the documentation of peft.LoraConfig."
         ) from error
-    return get_peft_model(model, config)
+    adapted: Any = get_peft_model(model, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            # Half-precision weights lose small updates; what is trained is kept in float32 (autocast computes in half).
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+def merged(model: Any) -> Any:
+    """A model with its adapters merged in, computed in float32; the model itself when it has none."""
+    return model.float().merge_and_unload() if hasattr(model, "merge_and_unload") else model
 
 
 def corpus_texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -41,6 +41,7 @@ class Task(Protocol):
         best_metric: the metric by which checkpoints are chosen, and whether higher is better.
         weights: the weight of each term; terms of weight 0 are not computed.
         scaled_terms: the terms that dynamic scaling multiplies with |ce| / |kd| of the step before; empty = static.
+        embedding_learning_rate: of embeddings and head, None for the same as everything else.
     """
 
     model: nn.Module
@@ -51,6 +52,7 @@ class Task(Protocol):
     best_metric: tuple[str, bool]
     weights: dict[str, float]
     scaled_terms: frozenset[str]
+    embedding_learning_rate: float | None
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """How much each term counts in this batch, from integers alone; the same terms for every batch."""

@@ -112,6 +112,21 @@ class SpanwiseTrainer(Trainer):
             self._sampler.set_epoch(kwargs["epoch"])
         super()._run_epoch(*args, **kwargs)
 
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The stock optimizer, with a learning rate of its own for embeddings and head where the task names one."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        rate = self.task.embedding_learning_rate
+        if rate is not None:
+            inner: Any = self.model
+            tables = {id(p) for p in inner.get_input_embeddings().parameters()}
+            tables |= {id(p) for p in inner.get_output_embeddings().parameters()}
+            for group in list(optimizer.param_groups):
+                own = [p for p in group["params"] if id(p) in tables]
+                if own:
+                    group["params"] = [p for p in group["params"] if id(p) not in tables]
+                    optimizer.add_param_group({**group, "params": own, "lr": rate})
+        return optimizer
+
     # -- counts before the first forward ---------------------------------------------------------------------------
 
     def get_batch_samples(
@@ -256,7 +271,8 @@ class SpanwiseTrainer(Trainer):
     ) -> dict[str, float]:
         """The task's held-out measures. Every rank measures everything, so a sharded model can take part."""
         model: Any = self.model_wrapped if self.is_in_train else self.model
-        measured = self.task.evaluate(model)
+        with self.autocast_smart_context_manager():
+            measured = self.task.evaluate(model)
         self.run_log.write("evaluation", self.state.global_step, dict(measured))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(metrics)
