@@ -88,6 +88,81 @@ def swap(
     show(swap_to_folder(model, tokenizer, output), as_json)
 
 
+@app.command(name="serve")
+def serve_model(
+    model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Default: the model's.")] = None,
+    host: Annotated[str, typer.Option(help="Anything but a loopback address needs --token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes a free one.")] = 8_000,
+    token: Annotated[str | None, typer.Option(help="What clients must send; default: $SPANWISE_TOKEN.")] = None,
+    max_logprobs: Annotated[int, typer.Option(min=1, help="Log-probabilities per position.")] = 64,
+    max_request_bytes: Annotated[int, typer.Option(min=1_024)] = 4 << 20,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Padded tokens per forward.")] = 4_096,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print {url, model} once it listens.")] = False,
+) -> None:
+    """Serve a model's prompt log-probabilities over HTTP, so that it can teach from another machine."""
+    from spanwise.teachers.serve import serve
+
+    serve(
+        model,
+        tokenizer=tokenizer,
+        host=host,
+        port=port,
+        token=token,
+        max_logprobs=max_logprobs,
+        max_request_bytes=max_request_bytes,
+        max_batch_tokens=max_batch_tokens,
+        dtype=dtype,
+        ready=lambda where: show(where, as_json),
+    )
+
+
+project = typer.Typer(help="Projection matrices between two vocabularies.", no_args_is_help=True)
+app.add_typer(project, name="project")
+
+
+@project.command(name="build")
+def project_build(
+    student: Annotated[str, typer.Argument(help="The student's tokenizer: hub name, folder, tokenizer.json or GGUF.")],
+    teacher: Annotated[str, typer.Argument(help="The teacher's tokenizer.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="A .safetensors file (or .pt).")],
+    top_k: Annotated[int, typer.Option(min=1, help="Entries per student token.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Build the projection from a student's tokens to a teacher's."""
+    from spanwise.loading import load_tokenizer
+    from spanwise.xtoken.projection_report import build_and_save
+
+    show(build_and_save(load_tokenizer(student), load_tokenizer(teacher), output, top_k=top_k), as_json)
+
+
+@project.command(name="show")
+def project_show(
+    file: Annotated[str, typer.Argument(help="A projection file.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a projection file holds."""
+    from spanwise.xtoken.projection import Projection
+    from spanwise.xtoken.projection_report import describe
+
+    show(describe(Projection.load(file), file), as_json)
+
+
+@project.command(name="check")
+def project_check(
+    file: Annotated[str, typer.Argument(help="A projection file.")],
+    student: Annotated[str, typer.Argument(help="The student's tokenizer.")],
+    teacher: Annotated[str, typer.Argument(help="The teacher's tokenizer.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare a projection file with two tokenizers: coverage, exact share, worst rows."""
+    from spanwise.loading import load_tokenizer
+    from spanwise.xtoken.projection_report import check_projection
+
+    show(check_projection(file, load_tokenizer(student), load_tokenizer(teacher)), as_json)
+
+
 def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> None:
     """A verb's result: one object under ``--json``, else a table of names and values."""
     if as_json:
