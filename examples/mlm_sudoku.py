@@ -34,7 +34,7 @@ def train(steps: int, seed: int = 0) -> RotaryTransformerMLMModel:
     model = RotaryTransformerMLMModel(
         len(tokenizer), 96, 4, 4, dropout=0.0, activation="gelu", rotary_emb_dim=24, max_length=CELLS
     )
-    loss = MLMLoss(model=model, tokenizer=tokenizer)
+    loss = MLMLoss(model=model, tokenizer=tokenizer, norm="sequence")
     collator = DefaultMLMCollator(
         tokenizer, CELLS, loss_on_padding=False, add_bos=False, add_eos=False, masking="exact", t_sampling="stratified"
     )

@@ -37,20 +37,19 @@ class _WeightedCrossEntropy(torch.autograd.Function):
                 gradient.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=gradient.dtype)).mul_(weight)
                 if gradient.data_ptr() != tile.data_ptr():
                     tile.copy_(gradient)
-        ctx.gradient = buffer if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            ctx.gradients = [buffer]
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        gradient = ctx.gradient
-        if gradient is None:
+        if not ctx.gradients:
             raise RuntimeError(
                 "backward ran a second time through a loss whose gradient was kept in its logits; expected one "
                 "backward per forward. retain_graph=True was probably used. Fix: call the loss again before the "
                 "second backward."
             )
-        ctx.gradient = None
-        return gradient.mul_(grad_outputs[0]), None, None
+        return ctx.gradients.pop().mul_(grad_outputs[0]), None, None
 
 
 def weighted_cross_entropy(

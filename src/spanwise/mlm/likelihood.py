@@ -31,7 +31,7 @@ class LikelihoodBound:
     """
 
     nats: float
-    tokens: float
+    tokens: float | int
 
     @property
     def nats_per_token(self) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -56,9 +55,7 @@ class _AutoFinder(MetaPathFinder):
     def __init__(self) -> None:
         self.waiting = set(REGISTER)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in self.waiting:
             return None
         self.waiting.discard(fullname)
