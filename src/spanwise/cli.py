@@ -31,6 +31,21 @@ def print_json(result: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from spanwise import __version__
+
+        sys.stdout.write(f"spanwise {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Train language models on things that do not match: tokenizers, lengths, modalities."""
+
+
 @app.command()
 def train(
     recipe: Annotated[str, typer.Argument(help="A YAML recipe.")],
@@ -161,6 +176,46 @@ def project_check(
     from spanwise.xtoken.projection_report import check_projection
 
     show(check_projection(file, load_tokenizer(student), load_tokenizer(teacher)), as_json)
+
+
+recipes = typer.Typer(help="The recipes that come with Spanwise.", no_args_is_help=True)
+app.add_typer(recipes, name="recipes")
+
+
+@recipes.command(name="list")
+def recipes_list(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Name every recipe and say what it is for."""
+    from spanwise.train.catalog import list_recipes
+
+    show(dict(list_recipes()), as_json)
+
+
+@recipes.command(name="show")
+def recipes_show(name: Annotated[str, typer.Argument(help="A name from the list.")]) -> None:
+    """Print a recipe, to be copied and edited."""
+    from spanwise.train.catalog import recipe_text
+
+    sys.stdout.write(recipe_text(name))
+
+
+@recipes.command(name="schema")
+def recipes_schema(task: Annotated[str, typer.Argument(help="distill, vlm or mlm.")] = "distill") -> None:
+    """Print the JSON schema of a task's recipes, for editors."""
+    from spanwise.train.recipe import recipe_class
+
+    print_json(recipe_class(task).model_json_schema())
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what this machine can run and what is missing."""
+    from spanwise.train.doctor import checks
+
+    found = checks()
+    if as_json:
+        print_json({"checks": found})
+    else:
+        show({entry["name"]: ("ok  " if entry["ok"] else "–   ") + entry["detail"] for entry in found}, as_json)
 
 
 def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> None:
