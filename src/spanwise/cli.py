@@ -31,12 +31,13 @@ def print_json(result: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         from spanwise import __version__
 
         sys.stdout.write(f"spanwise {__version__}\n")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()
@@ -224,12 +225,13 @@ def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> N
         print_json(result)
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None)
     for name, value in result.items():
         if name not in hide and value not in (None, {}):
-            table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+            table.add_row(escape(name), f"{value:.4f}" if isinstance(value, float) else escape(str(value)))
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 

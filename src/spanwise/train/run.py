@@ -24,6 +24,8 @@ from spanwise.train.run_folder import RunFolder
 
 RECIPE_NAME = "recipe.yaml"
 REPORT_NAME = "report.html"
+# What an evaluation's line in the log holds beside the measures.
+NO_MEASURES = {"kind", "step", "seconds"}
 # Sections that a continued run may change without becoming another run.
 MAY_CHANGE = {"train", "eval", "ray", "output"}
 
@@ -173,7 +175,7 @@ def _last_measures(trainer: Any) -> dict[str, float]:
     best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else trainer.state.global_step
     for entry in reversed(trainer.run_log.entries):
         if entry["kind"] == "evaluation" and entry["step"] == best:
-            return {name: value for name, value in entry.items() if name not in ("kind", "step")}
+            return {name: value for name, value in entry.items() if name not in NO_MEASURES}
     return {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items() if name.startswith("eval_")}
 
 

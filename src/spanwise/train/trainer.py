@@ -70,6 +70,7 @@ class SpanwiseTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.terms = [name for name, weight in task.weights.items() if weight]
         self.dynamic_ratio = 1.0
+        self.seconds = 0.0  # spent in steps, evaluations and checkpoints left out
         self._sums: dict[str, Tensor] = {}
         self._metrics: dict[str, Ratio] = {}
         self._counts: dict[str, float] = {}
@@ -210,13 +211,16 @@ class SpanwiseTrainer(Trainer):
         self._last_finished = self.state.global_step
         means = self._reduced_means()
         scales = self.scales()
+        step_seconds = max(time.perf_counter() - self._step_began, 1e-9)
+        self.seconds += step_seconds
         line: dict[str, Any] = {
             "loss": sum(means[term] * self._counts[term] * scales[term] for term in self.terms),
             **means,
             **self.task.derived(means),
             **{f"{term}_count": self._counts[term] for term in self.terms},
             **self._reduced_metrics(),
-            "tokens_per_second": self._tokens / max(time.perf_counter() - self._step_began, 1e-9),
+            "tokens_per_second": self._tokens / step_seconds,
+            "seconds": self.seconds,
             "learning_rate": learning_rate,
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "memory_mb": peak_memory_mb(),
@@ -273,7 +277,7 @@ class SpanwiseTrainer(Trainer):
         model: Any = self.model_wrapped if self.is_in_train else self.model
         with self.autocast_smart_context_manager():
             measured = self.task.evaluate(model)
-        self.run_log.write("evaluation", self.state.global_step, dict(measured))
+        self.run_log.write("evaluation", self.state.global_step, measured | {"seconds": self.seconds})
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in measured.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -297,7 +301,8 @@ class SpanwiseTrainer(Trainer):
         if self.args.should_save:
             self._export_callbacks()
             self.state.save_to_json(str(staged / "trainer_state.json"))
-            (staged / STATE_NAME).write_text(json.dumps({"version": 1, "dynamic_ratio": self.dynamic_ratio}))
+            ours = {"version": 1, "dynamic_ratio": self.dynamic_ratio, "seconds": self.seconds}
+            (staged / STATE_NAME).write_text(json.dumps(ours))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             publish_checkpoint(staged, folder / name)
@@ -329,7 +334,7 @@ class SpanwiseTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             state = json.loads(Path(checkpoint, STATE_NAME).read_text())
-            self.dynamic_ratio = float(state["dynamic_ratio"])
+            self.dynamic_ratio, self.seconds = float(state["dynamic_ratio"]), float(state["seconds"])
             self.run_log.rewind(self.state.global_step)
             self._last_finished = self.state.global_step
 
