@@ -29,6 +29,7 @@ from spanwise.xtoken.projection_file import FORMAT, tokenizer_name
 
 MOST_PARTS = 4
 NAME_LIKENESS = 0.85
+NOT_EXACT = 1 - 2**-24
 Progress = Callable[[str], None]
 
 
@@ -87,6 +88,8 @@ def build_projection(student: Any, teacher: Any, *, top_k: int = 8, progress: Pr
         len(far.tokens),
     )
     indices, likelihoods = _heaviest(entries, len(near.tokens), min(top_k, max(1, len(far.tokens))))
+    # A lone entry of exactly 1 would read as an exact row ("oo" is the letter "o" twice): keep it one step below.
+    likelihoods = likelihoods.clamp(max=NOT_EXACT)
     exact.update(_special_pairs(near, far))
     if exact:
         ids = torch.tensor(sorted(exact), dtype=torch.long)
