@@ -68,52 +68,61 @@ def encode_frame(
     >>> frame.values("ids").tolist(), frame.row(1)["info"], frame.padded()["ids"].tolist()
     ([1, 2, 3], None, [[1, 2], [3, 0]])
     """
-    builder = _Builder(fields, groups or {}, objects or {}, tags, group_of, checksums)
-    header, pieces, payload = builder.build()
-    start = align(PREFIX_BYTES + len(header))
-    total = start + payload
-    gap = bytes(start - PREFIX_BYTES - len(header))
-    everything = [write_prefix(header, total), header, gap, *pieces]
+    writer = FrameWriter(fields, groups, objects, tags, group_of=group_of, checksums=checksums)
     if alloc is bytearray:
-        return bytearray().join(everything)
-    buffer = alloc(total)
-    target = memoryview(buffer).cast("B")
-    position = 0
-    for piece in everything:
-        target[position : position + len(piece)] = piece
-        position += len(piece)
+        return writer.join()
+    buffer = alloc(writer.nbytes)
+    writer.write_into(buffer)
     return buffer
 
 
-class _Builder:
-    """Collects sections as pieces of memory, then writes the header that describes them."""
+class FrameWriter:
+    """A frame before it is written: its pieces, their order and its size. Arguments as of :func:`encode_frame`."""
 
     def __init__(
         self,
         fields: Mapping[str, Any],
-        groups: Mapping[str, Tensor | Sequence[int]],
-        objects: Mapping[str, Any],
-        tags: Sequence[Mapping[str, Any]] | None,
-        group_of: Mapping[str, str] | None,
-        checksums: bool,
+        groups: Mapping[str, Tensor | Sequence[int]] | None = None,
+        objects: Mapping[str, Any] | None = None,
+        tags: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        group_of: Mapping[str, str] | None = None,
+        checksums: bool = False,
     ) -> None:
         self.tensors = {name: column for name, column in fields.items() if isinstance(column, Tensor)}
-        self.objects = {name: column for name, column in fields.items() if not isinstance(column, Tensor)} | dict(
-            objects
+        self.objects = {name: column for name, column in fields.items() if name not in self.tensors} | dict(
+            objects or {}
         )
         self.tags = tags
         self.group_of = group_of
         self.checksums = checksums
         self.lengths: dict[str, list[int]] = {
             name: [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
-            for name, lengths in groups.items()
+            for name, lengths in (groups or {}).items()
         }
         self.pieces: Pieces = []
         self.sections: list[Section] = []
         self.position = 0
         self.rows = self._row_count()
+        header = self._build()
+        start = align(PREFIX_BYTES + len(header))
+        self.nbytes = start + self.position
+        gap = bytes(start - PREFIX_BYTES - len(header))
+        self.head = write_prefix(header, self.nbytes) + header + gap
 
-    def build(self) -> tuple[bytes, Pieces, int]:
+    def join(self) -> bytearray:
+        """The frame in a buffer of its own, written in one pass."""
+        return bytearray().join([self.head, *self.pieces])
+
+    def write_into(self, buffer: Any) -> None:
+        """The frame at the start of a writable buffer of at least ``nbytes``."""
+        target = memoryview(buffer).cast("B")
+        position = 0
+        for piece in (self.head, *self.pieces):
+            target[position : position + len(piece)] = piece
+            position += len(piece)
+
+    def _build(self) -> bytes:
         placed = [(name, *self._place(name, column)) for name, column in self.tensors.items()]
         groups = [Group(name, self._offsets(lengths)) for name, lengths in self.lengths.items()]
         numbers = {group.name: number for number, group in enumerate(groups)}
@@ -124,7 +133,7 @@ class _Builder:
         objects = [self._object_field(name, column) for name, column in self.objects.items()]
         tags = None if self.tags is None else self._object_field("tags", [dict(tag) for tag in self.tags])
         header = Header(self.rows, groups, fields, objects, tags, self.sections)
-        return msgspec.msgpack.encode(header), self.pieces, self.position
+        return msgspec.msgpack.encode(header)
 
     def _place(self, name: str, column: Tensor) -> tuple[str, list[int], str | None, Pieces]:
         """The dtype, tail, group and bytes of one tensor column."""

@@ -25,9 +25,12 @@ from spanwise.batch import BatchedDataDict
 from spanwise.dataplane.codec import materialize, object_array
 from spanwise.dataplane.errors import CorruptFrame
 from spanwise.dataplane.frame_format import Header, ObjectField, read_prefix_and_header
+from spanwise.dataplane.frame_writer import encode_frame
 from spanwise.dataplane.objects import decode_object
 from spanwise.dataplane.ragged import gather_spans, tensor_over
 from spanwise.dataplane.schema import DTYPES
+
+__all__ = ["Column", "Frame", "Objects", "decode_frame", "encode_frame", "read_header"]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ import torch
 Layout = Literal["padded", "jagged"]
 """How a reader wants ragged columns: rectangles, or as they are."""
 
+Columns = Any
+"""Name → column: a TensorDict (which is no ``Mapping``) or any mapping of tensors, nested tensors and object arrays."""
+
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 
 DTYPES: dict[str, torch.dtype] = {
