@@ -175,7 +175,7 @@ class DistillTask:
         self._collated: Counter[str] = Counter()
 
     def _make_collator(self) -> Any:
-        from spanwise.xtoken import CrossTokenizerCollator
+        from spanwise.xtoken.collator import CrossTokenizerCollator
 
         length = self.recipe.data.context_length
         terms = list(self.terms.values())

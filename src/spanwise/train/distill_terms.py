@@ -152,7 +152,11 @@ def make_term(
             f"loss '{family.name}' needs dense ones. Fix: set its loss to prefix_kl, alm or projected_kl, or use a "
             "live teacher."
         )
-    aligner = None if family.name in SAME_TOKENIZER else TokenAligner(student_tokenizer, teacher_tokenizer, projection)
+    aligner = (
+        None
+        if family.name in SAME_TOKENIZER
+        else TokenAligner(student_tokenizer, teacher_tokenizer, projection, byte_offsets=True)
+    )
     return TeacherTerm(
         index,
         family,
