@@ -66,6 +66,14 @@ class Fold:
         exact = beyond | (positions == self.start[place])
         return np.where(before, positions, moved), exact | before
 
+    def touches(self, bounds: Positions) -> Flags:
+        """Which of the n tokens between n + 1 ascending bounds reach into an edited place."""
+        if not len(self.start):
+            return np.zeros(len(bounds) - 1, dtype=bool)
+        started = np.searchsorted(self.start, bounds[1:], side="left")
+        ended = np.searchsorted(self.end, bounds[:-1], side="right")
+        return started > ended
+
 
 def unchanged(stream: bytes) -> Fold:
     """The stream as it is."""
@@ -142,6 +150,11 @@ def last_unit(content: bytes) -> int:
 
 def _code_points(text: str) -> CodePoints:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+
+
+def byte_offsets(text: str) -> Positions:
+    """Where every character of a text begins in UTF-8, and the end: int64 [characters + 1]."""
+    return _byte_offsets(_code_points(text))
 
 
 def _byte_offsets(points: CodePoints) -> Positions:

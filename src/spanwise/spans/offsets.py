@@ -44,7 +44,8 @@ def placed_by_offsets(
 
 
 def _nowhere(size: int) -> PlacedRow:
-    return PlacedRow(np.zeros(size, dtype=np.int64), np.full(size, -1, dtype=np.int64), np.zeros(size, dtype=bool), 0)
+    flags = np.zeros(size, dtype=bool)
+    return PlacedRow(np.zeros(size, dtype=np.int64), np.full(size, -1, dtype=np.int64), flags, 0, flags)
 
 
 def _by_bytes(whole: bytes, side: RowSide) -> PlacedRow | None:
@@ -82,7 +83,7 @@ def _by_offsets(
         reached = high
     if reached < len(whole):
         gaps.add(reached)
-    return PlacedRow(start, end, inserted, 0), gaps
+    return PlacedRow(start, end, inserted, 0, np.ones(len(ids), dtype=bool)), gaps
 
 
 def _spans(text: str, ids: Positions, tokenizer: Any) -> list[tuple[int, int]] | None:

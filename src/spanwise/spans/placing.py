@@ -28,12 +28,16 @@ _SPACE = 0x20
 
 @dataclass(frozen=True, eq=False)
 class PlacedRow:
-    """One side of a row on its axis: see :class:`spanwise.spans.intersect.Placed`."""
+    """One side of a row on its axis: see :class:`spanwise.spans.intersect.Placed`.
+
+    ``same`` bool [n]: the token's own bytes are the axis's bytes there; no canonical form changed them.
+    """
 
     start: Positions
     end: Positions
     inserted: Flags
     first: int
+    same: Flags
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +75,8 @@ class Tokens:
 class BatchPlaces:
     """Both sides of a batch on common axes.
 
-    ``slow`` names the rows whose bytes differ: their places are not filled in yet. The rest is as in
-    :class:`Reconciled`, for all rows.
+    ``slow`` names the rows whose bytes differ: their places are not filled in yet. ``changed`` marks the tokens of each
+    side whose own bytes are not the axis's. The rest is as in :class:`Reconciled`, for all rows.
     """
 
     student: Placed
@@ -81,18 +85,20 @@ class BatchPlaces:
     gaps: list[tuple[int, int]]
     quality: Positions
     slow: list[int]
+    changed: tuple[Flags, Flags]
 
     def fill(self, row: int, found: Reconciled, sides: tuple[Tokens, Tokens]) -> None:
         """Enter a row that was placed on its own."""
         self.lengths[row], self.quality[row] = found.length, found.quality
         self.gaps += [(row, gap) for gap in found.gaps]
-        for placed, tokens, mine in (
-            (self.student, sides[0], found.student),
-            (self.teacher, sides[1], found.teacher),
+        for placed, tokens, mine, changed in (
+            (self.student, sides[0], found.student, self.changed[0]),
+            (self.teacher, sides[1], found.teacher, self.changed[1]),
         ):
             here = slice(tokens.bounds[row], tokens.bounds[row + 1])
             placed.start[here], placed.end[here], placed.inserted[here] = mine.start, mine.end, mine.inserted
             placed.first[row] = mine.first
+            changed[here] = ~mine.same
 
 
 def gather(flat: Stream, starts: Positions, lengths: Positions) -> Stream:
@@ -126,7 +132,8 @@ def place_batch(sides: tuple[Tokens, Tokens]) -> BatchPlaces:
         if (np.diff(side.row_bytes) > np.diff(other.row_bytes)).any():
             side.placed.end[side.placed.end > agreed[side.placed.row]] = -1
     quality = np.where(student.spaced == teacher.spaced, EXACT, CANONICAL)
-    return BatchPlaces(student.placed, teacher.placed, sizes.max(axis=0), [], quality, slow)
+    changed = (np.zeros(len(sides[0].ids), dtype=bool), np.zeros(len(sides[1].ids), dtype=bool))
+    return BatchPlaces(student.placed, teacher.placed, sizes.max(axis=0), [], quality, slow, changed)
 
 
 @dataclass(eq=False)

@@ -102,11 +102,13 @@ class RowSide:
         for step in _FORMS[form]:
             folds.append(step(folds[-1].content))
         exact = np.ones(len(bounds), dtype=bool)
+        same = np.ones(len(bounds) - 1, dtype=bool)
         for fold in folds:
+            same &= ~fold.touches(bounds)
             bounds, kept = fold.move(bounds)
             exact &= kept
         changed = any(len(fold.start) for fold in folds)
-        return Folded(folds[-1].content, bounds, exact, inserted, changed)
+        return Folded(folds[-1].content, bounds, exact, inserted, same, changed)
 
     def _stream(self, inserted: Flags, spelled: bool) -> tuple[bytes, Positions]:
         lengths = self.profile.lengths[self.ids]
@@ -156,13 +158,16 @@ class Folded:
     bounds: Positions
     exact: Flags
     inserted: Flags
+    same: Flags
     changed: bool
 
     def placed(self, agreed: tuple[int, int], shift: int = 0) -> PlacedRow:
         """On an axis that starts ``shift`` bytes earlier; bounds outside ``agreed`` (axis positions) are inexact."""
         bounds = self.bounds + shift
         exact = self.exact & (bounds >= agreed[0]) & (bounds <= agreed[1])
-        return PlacedRow(bounds[:-1], np.where(exact[1:], bounds[1:], -1), self.inserted, int(max(shift, agreed[0])))
+        return PlacedRow(
+            bounds[:-1], np.where(exact[1:], bounds[1:], -1), self.inserted, int(max(shift, agreed[0])), self.same
+        )
 
 
 def reconcile(student: RowSide, teacher: RowSide) -> Reconciled:
@@ -310,4 +315,4 @@ def _on_blocks(side: Folded, starts: Positions, sizes: Positions, at: Positions,
     position = np.where(at_end, length, position)
     exact |= at_end
     start, end = position[:-1], np.where(exact[1:], position[1:], -1)
-    return PlacedRow(start, end, side.inserted, 0)
+    return PlacedRow(start, end, side.inserted, 0, side.same)

@@ -130,14 +130,15 @@ class TokenAligner:
         """:meth:`align` for checked input."""
         sides = (student.tokens, teacher.tokens)
         places = place_batch(sides)
-        spelled = texts if self._needs_texts else None
+        spelled = texts if self.needs_texts else None
         for row in range(len(places.lengths)) if spelled is not None else places.slow:
             places.fill(row, self._place_row(sides, row, None if spelled is None else spelled[row]), sides)
         chunks = intersect(places.student, places.teacher, places.lengths, places.gaps, _same_meaning(sides))
         return self._batch(student, teacher, places, chunks)
 
     @property
-    def _needs_texts(self) -> bool:
+    def needs_texts(self) -> bool:
+        """Whether ``texts`` make a difference: one side's pieces do not spell what was tokenized."""
         return (self.student_table.kind == "wordpiece") != (self.teacher_table.kind == "wordpiece")
 
     def _place_row(self, sides: tuple[Tokens, Tokens], row: int, text: str | None) -> Reconciled:
@@ -246,6 +247,7 @@ def _agreed_ends(places: BatchPlaces, side: int, chunks: Chunks, correct: Flags)
     """Where tokens end in the agreed bytes, -1 where the sides do not agree."""
     placed, numbers = ((places.student, chunks.student), (places.teacher, chunks.teacher))[side]
     ends = placed.end.astype(np.int32)
+    ends[places.changed[side]] = -1
     quality = places.quality[placed.row]
     doubtful = quality >= RESYNC
     if doubtful.any():

@@ -27,8 +27,10 @@ class AlignmentBatch:
         teacher_chunk_id: likewise.
         num_chunks: pairs per row, one-sided ones included.
         quality: 0 exact, 1 canonical, 2 resync, 3 failed. Only with ``byte_offsets=True``, else None.
-        student_byte_end: where each token ends in the canonical bytes on which both sides agreed; -1 on padding and
-            where they did not agree. Only with ``byte_offsets=True``, else None.
+        student_byte_end: where each token ends in the canonical bytes on which both sides agreed; -1 on padding, where
+            they did not agree, and for tokens whose own bytes a canonical form changed. So a token with an end covers
+            as many bytes before it as it has, but for a dummy prefix at the very start. Tokens that were inserted end
+            where they stand. Only with ``byte_offsets=True``, else None.
         teacher_byte_end: likewise.
     """
 

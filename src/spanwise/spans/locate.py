@@ -1,0 +1,94 @@
+"""Where the tokens of a known text lie in it: which of them are wholly inside given characters.
+
+The text's own bytes are taken for a second tokenizer, one token per byte, and the two are placed on one axis as any two
+tokenizers are; so NFC, ▁, dummy prefixes, control tokens and cuts need nothing of their own here. O(bytes).
+
+Shapes: n tokens, N bytes of the text, K spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from spanwise.spans.fold import Flags, Positions, byte_offsets
+from spanwise.spans.profile import Profile
+from spanwise.spans.reconcile import UNKNOWN_MARKS, RowSide, reconcile
+from spanwise.spans.table import TokenTable
+
+
+class LocatedTokens:
+    """The tokens of one row on the bytes of its text.
+
+    Args:
+        text: what was tokenized, as it was given to the tokenizer.
+        ids: int64 [n]; they may end before the text does.
+        profile: the tokenizer's.
+    """
+
+    def __init__(self, text: str, ids: Positions, profile: Profile) -> None:
+        whole = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+        found = reconcile(RowSide(whole, _bytes_profile(), UNKNOWN_MARKS[0]), RowSide(ids, profile, UNKNOWN_MARKS[1]))
+        self._character_at = byte_offsets(text)
+        own_end = found.student.end[-1] if len(whole) else 0
+        self._axis = np.append(found.student.start, own_end if own_end >= 0 else found.length)
+        self._exact = np.concatenate([[True], found.student.end >= 0])
+        self._start = found.teacher.start
+        self._end = np.append(found.teacher.start[1:], found.length)
+        known = found.teacher.end >= 0
+        self._end[known] = found.teacher.end[known]
+        self._inserted = found.teacher.inserted
+        gaps = np.array(found.gaps, dtype=np.int64)
+        touched = np.searchsorted(gaps, self._end, side="left") > np.searchsorted(gaps, self._start, side="left")
+        self._sure = ~touched
+
+    def inside(self, start: int, end: int) -> Flags:
+        """bool [n]: the token's characters lie wholly in ``[start, end)`` of the text. Inserted tokens do not."""
+        low, high = self._edge(start, 1), self._edge(end, -1)
+        held = (self._start >= low) & (self._end <= high) & (self._end > self._start)
+        return held & self._sure & ~self._inserted
+
+    def covers(self, start: int, end: int, tokens: tuple[int, int]) -> tuple[bool, bool]:
+        """Whether a run of tokens begins exactly at ``start``, and ends exactly at ``end``."""
+        first, last = tokens
+        low, high = self._edge(start, 1), self._edge(end, -1)
+        return bool(self._start[first] == low), bool(self._end[last - 1] == high)
+
+    def _edge(self, character: int, step: int) -> int:
+        """A character on the axis; one inside a unit that normalisation changed moves out of it, by ``step``."""
+        place = int(self._character_at[character])
+        while 0 < place < len(self._axis) - 1 and not self._exact[place]:
+            place += step
+        return int(self._axis[place])
+
+
+def span_of(flags: Flags) -> tuple[int, int]:
+    """Half-open range of the true entries, which are neighbours; (0, 0) where there is none.
+
+    >>> span_of(np.array([False, True, True, False]))
+    (1, 3)
+    """
+    true = np.flatnonzero(flags)
+    return (int(true[0]), int(true[-1]) + 1) if len(true) else (0, 0)
+
+
+def inside_any(located: LocatedTokens, spans: Sequence[tuple[int, int]], size: int) -> Flags:
+    """bool [n]: wholly inside one of K spans of characters."""
+    flags = np.zeros(size, dtype=bool)
+    for start, end in spans:
+        flags |= located.inside(start, end)
+    return flags
+
+
+@cache
+def _bytes_profile() -> Profile:
+    """A tokenizer whose ids are bytes."""
+    flat, offsets = torch.arange(256, dtype=torch.uint8), torch.arange(257)
+    no, yes = torch.zeros(256, dtype=torch.bool), torch.ones(256, dtype=torch.bool)
+    table = TokenTable("plain", flat, offsets, no, yes, "bytes")
+    lengths = np.ones(256, dtype=np.int64)
+    roles = np.zeros(256, dtype=np.int8)
+    return Profile(table, "none", False, roles, flat.numpy(), offsets.numpy(), lengths, no.numpy(), yes.numpy())
