@@ -8,6 +8,7 @@ Shapes: B rows, S width, V vocabulary.
 
 from __future__ import annotations
 
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -24,22 +25,19 @@ class RotaryTransformerConfig(PreTrainedConfig):
     """The constructor's arguments of :class:`RotaryTransformerMLMModel`, under their own names."""
 
     model_type = MODEL_TYPE
-    num_embeddings: int = 30522
-    d_model: int = 384
-    num_layers: int = 4
-    nhead: int = 6
-    padding_idx: int = 0
-    mask_idx: int = 1
-    dim_feedforward: int | None = None
-    dropout: float = 0.1
-    activation: str = "relu"
-    layer_norm_eps: float = 1e-5
-    rotary_emb_dim: int = 64
-    max_length: int = 1024
-    force_flash_attn: bool = False
-    use_flex_attn: bool = False
-    final_layer_without_normalization: bool = False
-    tie_word_embeddings: bool = False
+
+    def __init__(
+        self, num_embeddings: int = 30522, d_model: int = 384, num_layers: int = 4, nhead: int = 6, **options: Any
+    ) -> None:
+        known = signature(RotaryTransformerMLMModel.__init__).parameters
+        self.num_embeddings, self.d_model, self.num_layers, self.nhead = num_embeddings, d_model, num_layers, nhead
+        for name, parameter in known.items():
+            if parameter.default is not Parameter.empty:
+                setattr(self, name, options.pop(name, parameter.default))
+        super().__init__(**{"tie_word_embeddings": False, **options})
+
+    def _get_generation_parameters(self) -> dict[str, Any]:
+        return {}  # max_length is the model's room here, not a setting of generation
 
     def model_arguments(self) -> dict[str, Any]:
         """What the model's constructor takes."""

@@ -15,7 +15,7 @@ from spanwise.batch import IGNORE_INDEX
 from spanwise.loss_parts import Ratio
 
 
-def exact_match(ids: Int[Tensor, "B S"], target_ids: Int[Tensor, "B S"]) -> Ratio:
+def exact_match(ids: Int[Tensor, "B S"], target_ids: Int[Tensor, "B T"]) -> Ratio:
     """Rows in which every token equals its target, over rows.
 
     >>> exact_match(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])).value
@@ -27,7 +27,7 @@ def exact_match(ids: Int[Tensor, "B S"], target_ids: Int[Tensor, "B S"]) -> Rati
 
 
 def token_accuracy(
-    ids: Int[Tensor, "B S"], target_ids: Int[Tensor, "B S"], where: Bool[Tensor, "B S"] | None = None
+    ids: Int[Tensor, "B S"], target_ids: Int[Tensor, "B T"], where: Bool[Tensor, "B S"] | None = None
 ) -> Ratio:
     """Right tokens over tokens, at ``where`` (the positions that were MASK) or everywhere.
 
