@@ -34,7 +34,7 @@ class DataPlaneClient(Protocol):
         tags: Sequence[Mapping[str, Any]] | None = None,
         *,
         on_conflict: str = "replace",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
     ) -> BatchMeta:
         """Write columns (and tags) of samples; all of them become visible at once, or none.
 
@@ -43,7 +43,12 @@ class DataPlaneClient(Protocol):
         ...
 
     def get_samples(
-        self, ids: Sequence[str], partition: str, select_fields: Sequence[str], *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        ids: Sequence[str],
+        partition: str,
+        select_fields: Sequence[str],
+        *,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
     ) -> BatchedDataDict:
         """Read columns in wire layout: jagged, rectangular, object arrays. Does not wait for producers."""
         ...
@@ -57,8 +62,8 @@ class DataPlaneClient(Protocol):
         *,
         min_batch: int | None = None,
         blocking: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        lease_s: float | None = None,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
+        lease_s: float | int | None = None,
     ) -> BatchMeta | None:
         """Take samples whose required fields are ready and that this task has not had.
 

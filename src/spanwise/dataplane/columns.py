@@ -29,7 +29,7 @@ def kv_first_write(
     lengths: Tensor,
     tags: Sequence[Mapping[str, Any]] | None = None,
     token_aligned_fields: Collection[str] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | int = DEFAULT_TIMEOUT_S,
 ) -> BatchMeta:
     """Pack a new batch, mint its ids (once, here) and put it; each sample is tagged with ``input_lengths``."""
     packed = pack_jagged_fields(fields, lengths=lengths, token_aligned_fields=token_aligned_fields)
@@ -62,7 +62,7 @@ def write_columns(
     columns: Columns,
     *,
     token_aligned_fields: Collection[str] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | int = DEFAULT_TIMEOUT_S,
 ) -> BatchMeta:
     """Pack columns by the batch's lengths and put them for its samples; returns the meta about these columns."""
     lengths = torch.tensor(meta.lengths, dtype=torch.int64)

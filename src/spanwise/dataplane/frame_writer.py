@@ -100,6 +100,7 @@ class FrameWriter:
             name: [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
             for name, lengths in (groups or {}).items()
         }
+        self.declared = list(self.lengths)  # a group that a nested column founds never draws a rectangle in
         self.pieces: Pieces = []
         self.sections: list[Section] = []
         self.position = 0
@@ -179,7 +180,7 @@ class FrameWriter:
             return group
         if column.dim() < 2:
             return None
-        fitting = [group for group, lengths in self.lengths.items() if lengths and max(lengths) == column.shape[1]]
+        fitting = [name for name in self.declared if max(self.lengths[name], default=0) == column.shape[1] > 0]
         if len(fitting) > 1 and any(self.lengths[group] != self.lengths[fitting[0]] for group in fitting):
             raise ValueError(
                 f"field '{name}' of shape {tuple(column.shape)} is as wide as the longest row of the groups {fitting}; "

@@ -64,7 +64,7 @@ def check_put_request(
     return names, each
 
 
-def check_claim(fields: Sequence[str], batch_size: int, min_batch: int | None, lease_s: float | None) -> int:
+def check_claim(fields: Sequence[str], batch_size: int, min_batch: int | None, lease_s: float | int | None) -> int:
     """The least number of samples a claim accepts."""
     least = batch_size if min_batch is None else min_batch
     if (

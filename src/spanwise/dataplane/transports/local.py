@@ -112,7 +112,7 @@ class LocalClient:
         tags: Sequence[Mapping[str, Any]] | None = None,
         *,
         on_conflict: str = "replace",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
     ) -> BatchMeta:
         self._check_open()
         deadline = time.monotonic() + timeout_s
@@ -123,7 +123,7 @@ class LocalClient:
         columns = put_columns({} if fields is None else fields, len(names), ragged)
         schemas = [schema_of(name, column) for name, column in columns.items()]
         lengths = sample_lengths(columns, each)
-        frame = FrameWriter(columns)
+        frame = FrameWriter(columns, group_of={})
         segment = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._reserve(segment, frame.nbytes, partition, names, schemas, on_conflict, deadline)
         published = False
@@ -143,7 +143,12 @@ class LocalClient:
                 self._withdraw(segment)
 
     def get_samples(
-        self, ids: Sequence[str], partition: str, select_fields: Sequence[str], *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        ids: Sequence[str],
+        partition: str,
+        select_fields: Sequence[str],
+        *,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
     ) -> BatchedDataDict:
         self._check_open()
         with self._until(time.monotonic() + timeout_s, GetTimeout) as ledger:
@@ -165,8 +170,8 @@ class LocalClient:
         *,
         min_batch: int | None = None,
         blocking: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        lease_s: float | None = None,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
+        lease_s: float | int | None = None,
     ) -> BatchMeta | None:
         self._check_open()
         least = check_claim(required_fields, batch_size, min_batch, lease_s)

@@ -31,7 +31,7 @@ _joined: QueueProcess | None = None
 _joined_lock = threading.Lock()
 
 
-def join_queue(address: str, storage_units: int | None, max_rows: int | None, timeout_s: float) -> QueueProcess:
+def join_queue(address: str, storage_units: int | None, max_rows: int | None, timeout_s: float | int) -> QueueProcess:
     """This process's handle on the queue of a cluster; started if the cluster has none. Counted: leave() once each."""
     global _joined
     with _joined_lock:
@@ -57,7 +57,7 @@ class QueueProcess:
     """The queue's client of this process, shared by every ``TransferQueueClient`` in it."""
 
     def __init__(
-        self, ray: Any, address: str, storage_units: int | None, max_rows: int | None, timeout_s: float
+        self, ray: Any, address: str, storage_units: int | None, max_rows: int | None, timeout_s: float | int
     ) -> None:
         self.ray = ray
         self.address = address
@@ -173,7 +173,7 @@ class QueueProcess:
                 "Fix: start Ray with more num_cpus, or pass fewer storage_units."
             )
 
-    def _start(self, start: Callable[[], Any], timeout_s: float) -> None:
+    def _start(self, start: Callable[[], Any], timeout_s: float | int) -> None:
         box: dict[str, BaseException] = {}
 
         def run() -> None:

@@ -65,7 +65,7 @@ def open_transfer_queue(
     layout: str = "columns",
     storage_units: int | None = None,
     max_rows: int | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | int = DEFAULT_TIMEOUT_S,
 ) -> TransferQueueClient:
     """A client of the queue on the cluster at ``address`` ("auto": the one in reach, or a local one)."""
     if layout not in LAYOUTS:
@@ -105,10 +105,11 @@ class TransferQueueClient:
         declared = check_registration(partition, fields, num_samples, consumer_tasks)
         deadline = time.monotonic() + DEFAULT_TIMEOUT_S
         existing = self._read_registration(partition, deadline)
-        if existing is not None and not existing.ledger.check_register(
-            partition, declared, num_samples, consumer_tasks
-        ):
-            return
+        if existing is not None:
+            held = self._known_keys(partition, None, deadline)
+            existing.ledger.partition(partition).samples = {name: Sample() for name in held}
+            if not existing.ledger.check_register(partition, declared, num_samples, consumer_tasks):
+                return
         tag = {
             "layout": self.layout,
             "fields": [entry.to_wire() for entry in declared],
@@ -126,7 +127,7 @@ class TransferQueueClient:
         tags: Sequence[Mapping[str, Any]] | None = None,
         *,
         on_conflict: str = "replace",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
     ) -> BatchMeta:
         self._check_open()
         deadline = time.monotonic() + timeout_s
@@ -142,7 +143,7 @@ class TransferQueueClient:
             if length >= 0:
                 each[row][LENGTH_TAG] = length
         layout = registration.layout
-        payload = FrameWriter(columns) if layout == "frame" else _queue_columns(columns)
+        payload = FrameWriter(columns, group_of={}) if layout == "frame" else _queue_columns(columns)
         self._learn(registration, partition, schemas, deadline)
         try:
             meta = self._call(lambda q: q.kv_retrieve_meta(names, partition, create=True), deadline, PutTimeout)
@@ -154,6 +155,7 @@ class TransferQueueClient:
                 self._put_frame(partition, meta, payload, schemas, deadline)
             else:
                 self._call(lambda q: q.set_custom_meta(meta), deadline, PutTimeout)
+            self._confirm(partition, names, schemas, deadline)
         except Exception as problem:
             self._forget([name for name in names if name not in before], partition)
             if "capacity exceeded" in str(problem).lower():
@@ -165,7 +167,12 @@ class TransferQueueClient:
         return self._meta(partition, names, meta.custom_meta, [entry.name for entry in schemas])
 
     def get_samples(
-        self, ids: Sequence[str], partition: str, select_fields: Sequence[str], *, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        ids: Sequence[str],
+        partition: str,
+        select_fields: Sequence[str],
+        *,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
     ) -> BatchedDataDict:
         self._check_open()
         deadline = time.monotonic() + timeout_s
@@ -195,8 +202,8 @@ class TransferQueueClient:
         *,
         min_batch: int | None = None,
         blocking: bool = True,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        lease_s: float | None = None,
+        timeout_s: float | int = DEFAULT_TIMEOUT_S,
+        lease_s: float | int | None = None,
     ) -> BatchMeta | None:
         self._check_open()
         least = check_claim(required_fields, batch_size, min_batch, lease_s)
@@ -460,7 +467,7 @@ class TransferQueueClient:
             self._call(lambda q: q.put(TensorDict({"frame": data}, batch_size=[1]), slot), deadline, PutTimeout)
             self._call(lambda q: q.set_custom_meta(meta), deadline, PutTimeout)
             marks = {
-                entry.name: {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": False}
+                entry.name: {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
                 for entry in schemas
             }
             names = [entry.name for entry in schemas]
@@ -477,6 +484,15 @@ class TransferQueueClient:
             self._forget([key], place)
             raise
         self._sweep(partition, replaced, deadline)
+
+    def _confirm(self, partition: str, ids: list[str], schemas: Sequence[Field], deadline: float) -> None:
+        """The queue only logs when its controller did not take note of a put: look."""
+        meta = self._call(lambda q: q.kv_retrieve_meta(ids, partition, create=False), deadline, PutTimeout)
+        if meta.size != len(ids) or any(entry.name not in meta.field_names for entry in schemas):
+            raise TransportDown(
+                f"the queue's controller did not take note of {len(ids)} samples of partition '{partition}'; it was "
+                "probably busy, or the samples were cleared meanwhile. Fix: put them again."
+            )
 
     def _get_frames(
         self, meta: Any, partition: str, fields: list[str], schemas: Mapping[str, Field], deadline: float
