@@ -81,6 +81,17 @@ def test_scientific_notation_is_a_number():
     assert read_yaml("a: 1e-3\nb: -2E+4\nc: 1.5e3\nd: e5\n", name="x") == {"a": 1e-3, "b": -2e4, "c": 1500.0, "d": "e5"}
 
 
+def test_no_is_a_word_and_false_is_not():
+    content = read_yaml("a: no\nb: off\nc: yes\nd: false\ne: true\n", name="x")
+    assert content == {"a": "no", "b": "off", "c": "yes", "d": False, "e": True}
+
+
+def test_an_option_of_another_loss_is_refused():
+    teacher = {"model": "a", "loss": {"name": "gold", "keep": 4, "reverse": True}}
+    with pytest.raises(RecipeError, match="the loss 'gold' has no keep"):
+        parse_recipe(GOOD | {"teachers": [teacher]})
+
+
 def test_a_key_that_stands_twice_is_refused():
     with pytest.raises(RecipeError, match="seed stands more than once"):
         read_yaml("seed: 1\noutput: x\nseed: 2\n", name="x")

@@ -6,7 +6,7 @@ To offer another loss in recipes, add its name to ``LOSS_NAMES`` and a branch to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -15,18 +15,33 @@ from pydantic import Field
 from torch import Tensor
 
 from spanwise.loss_parts import LossParts
-from spanwise.teachers.scores import TeacherScores
+from spanwise.teachers.scores import Form, TeacherScores
 from spanwise.teachers.teacher import ScoreRequest, Teacher, request_from_batch
 from spanwise.train.recipe import Section
 
 LOSS_NAMES = ("prefix_kl", "projected_kl", "gold", "h_kl", "alm", "uld", "kl", "jsd")
-# Families that compare whole vocabularies and so need dense scores; the others work with truncated ones.
-DENSE_ONLY = frozenset({"gold", "h_kl", "uld"})
 SAME_TOKENIZER = frozenset({"kl", "jsd"})
+NEEDS_PROJECTION = frozenset({"projected_kl", "gold", "h_kl"})
+# What a family can work with; truncated scores serve all of them, single log-probabilities only ALM.
+FORMS: dict[str, frozenset[Form]] = {name: frozenset({"dense", "topk"}) for name in LOSS_NAMES}
+FORMS["alm"] = frozenset({"dense", "observed"})
+
+CHUNK_LOSSES = frozenset({"projected_kl", "gold", "h_kl", "alm", "uld"})
+# Which families read an option; the others refuse it.
+OPTIONS: dict[str, frozenset[str]] = {
+    "reverse": frozenset(LOSS_NAMES) - {"uld", "jsd"},
+    "top_k": frozenset(LOSS_NAMES) - {"alm"},
+    "keep": frozenset({"prefix_kl"}),
+    "min_mass": frozenset({"prefix_kl"}),
+    "vocab_topk": frozenset({"projected_kl"}),
+    "uncommon_topk": frozenset({"gold", "h_kl"}),
+    "exact_token_match_only": CHUNK_LOSSES,
+    "missing": frozenset(LOSS_NAMES) - {"alm"},
+}
 
 
 class LossFamily(Section):
-    """A loss family and its options; those of other families are ignored by none: they are refused."""
+    """A loss family and its options; an option of another family is refused."""
 
     name: Literal["prefix_kl", "projected_kl", "gold", "h_kl", "alm", "uld", "kl", "jsd"] = "prefix_kl"
     reverse: bool = Field(False, description="Student relative to teacher.")
@@ -55,6 +70,7 @@ class TeacherTerm:
     student_size: int
     temperature: float
     helper: Any = None
+    helper_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def prefix(self) -> str:
@@ -69,7 +85,7 @@ class TeacherTerm:
         if self.family.name in SAME_TOKENIZER:
             return token_plan_of_batch(batch)
         if self.family.name == "prefix_kl":
-            return prefix_plan_of_batch(batch, self.helper, teacher_index=self.index)
+            return prefix_plan_of_batch(batch, self._helper_for(batch["input_ids"]), teacher_index=self.index)
         return chunk_plan_of_batch(
             batch, teacher_index=self.index, exact_token_match_only=self.family.exact_token_match_only
         )
@@ -87,31 +103,45 @@ class TeacherTerm:
                 f"{self.prefix}{key}": batch[key] for key in ("input_ids", "token_mask", "segment_ids") if key in batch
             }
             return request_from_batch(own, self.prefix, temperature=self.temperature, top_k=self.family.top_k)
-        top_k = self.family.top_k
-        if top_k is None and name == "prefix_kl":
-            top_k = 64
-        return request_from_batch(
-            batch, self.prefix, temperature=self.temperature, top_k=top_k, statistics=name == "alm"
-        )
+        if name == "alm":
+            # It reads one log-probability per token, at temperature 1; the loss applies its own.
+            return request_from_batch(batch, self.prefix, statistics=True, top_k=1)
+        top_k = 64 if self.family.top_k is None and name == "prefix_kl" else self.family.top_k
+        return request_from_batch(batch, self.prefix, temperature=self.temperature, top_k=top_k)
 
     def loss(self, logits: Tensor, scores: TeacherScores, batch: Mapping[str, Any], scale: float) -> LossParts:
         """The term's parts."""
         from spanwise.xtoken import losses
 
-        family, plan = self.family, self.plan(batch)
-        common: dict[str, Any] = {"plan": plan, "temperature": self.temperature, "scale": scale}
+        family = self.family
+        helper = self._helper_for(logits)
+        common: dict[str, Any] = {"plan": self.plan(batch), "temperature": self.temperature, "scale": scale}
         if family.name == "prefix_kl":
-            return losses.prefix_kl(
-                logits,
-                scores,
-                trie=self.helper,
-                reverse=family.reverse,
-                keep=family.keep,
-                min_mass=family.min_mass,
-                missing=family.missing,
-                **common,
-            )
-        raise ValueError(f"unknown loss family {family.name}")
+            how = {"reverse": family.reverse, "keep": family.keep, "min_mass": family.min_mass}
+            return losses.prefix_kl(logits, scores, trie=helper, missing=family.missing, **how, **common)
+        if family.name == "projected_kl":
+            how = {"reverse": family.reverse, "vocab_topk": family.vocab_topk}
+            return losses.projected_kl(logits, scores, None, helper, missing=family.missing, **how, **common)
+        if family.name in ("gold", "h_kl"):
+            how = {"relaxed": family.name == "h_kl", "reverse": family.reverse, "uncommon_topk": family.uncommon_topk}
+            return losses.gold(logits, scores, None, helper, missing=family.missing, **how, **common)
+        width = {"student_vocab_size": self.student_size}
+        if family.name == "alm":
+            difference: Any = "reverse" if family.reverse else "forward"
+            ids = batch["input_ids"]
+            return losses.alm(logits, scores, None, student_input_ids=ids, difference=difference, **width, **common)
+        if family.name == "uld":
+            size = self.teacher.vocab_size
+            return losses.uld(logits, scores, None, teacher_vocab_size=size, missing=family.missing, **width, **common)
+        divergence: Any = "jsd" if family.name == "jsd" else ("reverse" if family.reverse else "forward")
+        return losses.same_vocab_kl(logits, scores, divergence=divergence, missing=family.missing, **width, **common)
+
+    def _helper_for(self, like: Tensor) -> Any:
+        """The trie or projection on the device of ``like``."""
+        if self.helper is not None and self.helper_device != like.device:
+            moved: Any = self.helper.to(like.device)
+            self.helper, self.helper_device = moved, like.device
+        return self.helper
 
     def coverage(self, batch: Mapping[str, Any]) -> tuple[int, float | None]:
         """Chunks of a batch, and the share of student tokens that sit in a correct chunk."""
@@ -146,11 +176,12 @@ def make_term(
             f"teacher {index} ({teacher.name}) has another tokenizer than the student and the loss '{family.name}'; "
             "expected a cross-tokenizer loss. Fix: set its loss to prefix_kl."
         )
-    if family.name in DENSE_ONLY and "dense" not in teacher.forms:
+    if not FORMS[family.name] & teacher.forms:
         raise ValueError(
-            f"teacher {index} ({teacher.name}) gives truncated scores ({', '.join(sorted(teacher.forms))}) and the "
-            f"loss '{family.name}' needs dense ones. Fix: set its loss to prefix_kl, alm or projected_kl, or use a "
-            "live teacher."
+            f"teacher {index} ({teacher.name}) gives {', '.join(sorted(teacher.forms))} scores and the loss "
+            f"'{family.name}' needs {' or '.join(sorted(FORMS[family.name]))}. Fix: set its loss to alm, which needs "
+            "one "
+            "log-probability per token, or use a teacher that gives more."
         )
     aligner = (
         None
@@ -174,4 +205,11 @@ def _prepare(family: LossFamily, student_tokenizer: Any, teacher_tokenizer: Any,
         from spanwise.xtoken.losses.trie import PrefixTrie
 
         return PrefixTrie.from_tokenizers(student_tokenizer, teacher_tokenizer)
-    return projection
+    if family.name not in NEEDS_PROJECTION:
+        return None
+    from spanwise.xtoken.projection_build import build_projection
+    from spanwise.xtoken.projection_file import load_projection
+
+    if projection is None:
+        return build_projection(student_tokenizer, teacher_tokenizer)
+    return load_projection(projection, student=student_tokenizer, teacher=teacher_tokenizer)

@@ -187,7 +187,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 
 class _RecipeYaml(yaml.SafeLoader):
-    """Safe YAML that reads 1e-3 as a number and refuses a key that stands twice."""
+    """Safe YAML that reads 1e-3 as a number and ``no`` as a word, and refuses a key that stands twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -200,6 +200,14 @@ class _RecipeYaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+# YAML 1.1 reads no, off, yes and on as booleans, which turns "eval_strategy: no" into something else.
+_RecipeYaml.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_RecipeYaml.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _RecipeYaml.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(?:\d[\d_]*)(?:\.[\d_]*)?[eE][-+]?\d+$"),
