@@ -125,7 +125,7 @@ def train_student(
         scale=scale,
         folder=folder,
         tokenizer=work / "tokenizer-2k",
-        cache=work / "teacher-cache",
+        cache=work / "teacher-cache" / "teacher-0",
         train=str(work / "student-corpus.jsonl"),
         rate=rate,
     )
@@ -149,7 +149,7 @@ def train_student(
 def score_corpus(work: Path, scale: Scale) -> dict[str, Any]:
     """Run the teacher once over the student's training text and keep its scores on disk."""
     from spanwise.demo.arms import DISTILLED, LEARNING_RATE
-    from spanwise.train.cache_run import build_recipe_cache
+    from spanwise.train.cache_run import cache_teachers
     from spanwise.train.recipe import parse_recipe
 
     recipe = student_recipe(
@@ -158,14 +158,19 @@ def score_corpus(work: Path, scale: Scale) -> dict[str, Any]:
         scale=scale,
         folder=work / "unused",
         tokenizer=work / "tokenizer-2k",
-        cache=work / "teacher-cache",
+        cache=work / "teacher-cache" / "teacher-0",
         train=str(work / "student-corpus.jsonl"),
         rate=LEARNING_RATE,
     )
     recipe["teachers"] = [{"model": BUILTIN_SMOLLM2, "dtype": "bfloat16", "loss": "prefix_kl"}]
+    recipe["cache"] = {"folder": str(work / "teacher-cache")}
     began = time.monotonic()
-    summary = build_recipe_cache(parse_recipe(recipe), work / "teacher-cache")
-    return dict(summary) | {"seconds": time.monotonic() - began}
+    found = cache_teachers(parse_recipe(recipe))
+    return {
+        "tokens": found["tokens"],
+        "bytes_per_token": found["bytes_per_token"],
+        "seconds": time.monotonic() - began,
+    }
 
 
 def arm(name: str, seed: int | None, docs: float, tales: float, seconds: float, **more: Any) -> dict[str, Any]:

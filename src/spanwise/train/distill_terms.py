@@ -57,6 +57,15 @@ class LossFamily(Section):
         "tail_bucket", description="Truncated scores: the rest's mass."
     )
 
+    @model_validator(mode="after")
+    def _options_are_its_own(self) -> LossFamily:
+        foreign = sorted(option for option in self.model_fields_set & set(OPTIONS) if self.name not in OPTIONS[option])
+        if foreign:
+            raise ValueError(
+                f"the loss '{self.name}' has no {', '.join(foreign)}; expected options of this family only"
+            )
+        return self
+
 
 @dataclass
 class TeacherTerm:
