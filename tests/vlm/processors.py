@@ -22,16 +22,16 @@ from tests.tiny_tokenizers import byte_level_bpe
 CHATML_PARTS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO{% elif part['type'] == 'audio' %}AUDIO"
-    "{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
+    "{% elif part['type'] == 'audio' %}AUDIO{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA_PARTS = (
     "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' }}"
     "{{ 'model' if message['role'] == 'assistant' else message['role'] }}{{ '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<start_of_image>' }}{% elif 'text' in part %}{{ part['text'] | trim }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if part['type'] == 'image' %}{{ '<start_of_image>' }}"
+    "{% elif 'text' in part %}{{ part['text'] | trim }}{% endif %}{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 GEMMA4_PARTS = (
@@ -46,8 +46,8 @@ GEMMA4_PARTS = (
 VICUNA_PARTS = (
     "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
     "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
-    "{% if message['role'] != 'assistant' %}{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
-    "{{ part['text'] + ' ' }}{% endfor %}{% else %}"
+    "{% if message['role'] != 'assistant' %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}{% else %}"
     "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{% generation %}{{ part['text'] + ' ' }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
@@ -128,7 +128,10 @@ def qwen2_vl() -> Any:
     words = tokenizer("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
     template = chatml("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
     return transformers.Qwen2VLProcessor(
-        qwen2_vl_images(), words, video_processor("Qwen2VLVideoProcessor", merge_size=2, temporal_patch_size=2), chat_template=template
+        qwen2_vl_images(),
+        words,
+        video_processor("Qwen2VLVideoProcessor", merge_size=2, temporal_patch_size=2),
+        chat_template=template,
     )
 
 
@@ -146,9 +149,7 @@ def qwen3_vl() -> Any:
     images = transformers.Qwen2VLImageProcessorPil(
         patch_size=16, size={"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}
     )
-    return transformers.Qwen3VLProcessor(
-        images, base.tokenizer, base.video_processor, chat_template=base.chat_template
-    )
+    return transformers.Qwen3VLProcessor(images, base.tokenizer, base.video_processor, chat_template=base.chat_template)
 
 
 @cache
@@ -213,7 +214,11 @@ def internvl() -> Any:
         size={"height": 28, "width": 28}, crop_to_patches=True, min_patches=1, max_patches=3
     )
     return transformers.InternVLProcessor(
-        images, words, video_processor("InternVLVideoProcessor"), image_seq_length=4, chat_template=chatml("<IMG_CONTEXT>\n", "<video>\n")
+        images,
+        words,
+        video_processor("InternVLVideoProcessor"),
+        image_seq_length=4,
+        chat_template=chatml("<IMG_CONTEXT>\n", "<video>\n"),
     )
 
 
@@ -243,7 +248,9 @@ def qwen3_omni() -> Any:
 
 @cache
 def kimi_k25() -> Any:
-    words = tokenizer("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "<|kimi_k25_video_placeholder|>")
+    words = tokenizer(
+        "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "<|kimi_k25_video_placeholder|>"
+    )
     template = chatml("<|media_begin|>image<|media_content|><|media_pad|><|media_end|>")
     images = transformers.Kimi_K25ImageProcessor(size={"max_height": 56, "max_width": 56})
     return transformers.Kimi_K25Processor(images, words, transformers.Kimi_K25VideoProcessor(), chat_template=template)

@@ -16,7 +16,7 @@ SIDE = 56
 
 
 def digit_rows(name: str = DIGITS) -> list[dict[str, Any]]:
-    """Rows with "conversation" and "digit"; ``builtin:digits:eval`` gives every fifth image, the name alone the others."""
+    """Rows with "conversation" and "digit"; ``builtin:digits:eval`` gives every fifth image, the name alone the rest."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
@@ -27,7 +27,8 @@ def digit_rows(name: str = DIGITS) -> list[dict[str, Any]]:
 
     if name not in (DIGITS, DIGITS + HELD_OUT):
         raise ValueError(
-            f"there is no built-in data set '{name}'; expected {DIGITS} or {DIGITS}{HELD_OUT}. It is probably misspelt. "
+            f"there is no built-in data set '{name}'; expected {DIGITS} or {DIGITS}{HELD_OUT}. It is probably "
+            "misspelt. "
             "Fix: use one of these."
         )
     found: Any = load_digits()

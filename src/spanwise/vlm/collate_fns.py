@@ -217,7 +217,11 @@ def nemotron_parse_collate_fn(
     batch = nemotron.with_start(batch, start_id)
     ids = batch["input_ids"]
     labels = None if _builders_replaced() else nemotron.target_labels(ids, texts, targets, tokenizer)
-    batch["labels"] = _current_builder(ids, conversations, processor) if labels is None else labels
+    if labels is None:  # there is no chat template, so markers mean nothing here: search, unless a builder was replaced
+        search_answer = build_labels_from_template is _OWN_BUILDERS[1]
+        builder = build_labels if search_answer else build_labels_from_template
+        labels = builder(ids, conversations, processor)
+    batch["labels"] = labels
     settings = Settings(nemotron_parse.FAMILY, allow_unlabelled=True)
     done = finished(batch, [], examples, processor, settings)
     done["decoder_input_ids"] = ids[:, :-1].clone()

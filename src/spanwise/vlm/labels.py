@@ -103,7 +103,7 @@ def _aligned_labels(
 def shift(batch: dict[str, Any]) -> None:
     """Once for every batch: labels lose their first column, every other token-axis tensor its last."""
     for key in TOKEN_KEYS & set(batch):
-        batch[key] = batch[key][..., 1:] if key == "labels" else batch[key][..., :-1]
+        batch[key] = (batch[key][..., 1:] if key == "labels" else batch[key][..., :-1]).contiguous()
     batch["labels_shifted"] = True
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from spanwise.batch import BatchedDataDict
@@ -145,7 +146,8 @@ def neat_packed(
 
     With ``flash_attention_2`` the mask stays [B, S] with 1…n per document: the kernel must cut at changes of that
     number (a patched ``_get_unpad_data``), since a plain one would let documents see each other. With ``sdpa`` and
-    ``eager`` it becomes bool [B, 1, S, S]: same document, not later, not padding.
+    ``eager`` it becomes bool [B, 1, S, S]: same document, not later, not padding; transformers' eager attention needs
+    it through :func:`additive_mask`.
     """
     if not batch:
         return BatchedDataDict()
@@ -181,6 +183,17 @@ def neat_packed(
         result["attention_mask"] = block_causal_mask(result["attention_mask"])
     result["labels_shifted"] = True
     return BatchedDataDict(result)
+
+
+def additive_mask(allowed: Bool[Tensor, "B 1 S S"], dtype: torch.dtype) -> Float[Tensor, "B 1 S S"]:
+    """The mask in the form that transformers' eager attention adds to its scores: 0 where allowed, else the minimum.
+
+    Eager attention adds whatever 4-D mask it gets; a bool mask would be added as 0 and 1 and hide nothing.
+
+    >>> additive_mask(torch.tensor([[[[True, False]]]]), torch.float16).tolist()
+    [[[[0.0, -65504.0]]]]
+    """
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
 
 def thd_packed(batch: Sequence[Mapping[str, Any]]) -> BatchedDataDict:

@@ -176,11 +176,11 @@ def finished(
     batch = dict(batch)
     if settings.hook is not None:
         batch = _hooked(batch, processor, settings.hook)
-    if settings.max_length is not None:
-        if batch["input_ids"].shape[1] > settings.max_length:
-            truncate(batch, settings.max_length, is_media_token(batch["input_ids"], processor))
+    if settings.shifted:
+        width = settings.max_length or batch["input_ids"].shape[1]
+        truncate(batch, width, is_media_token(batch["input_ids"], processor))
         if settings.pad_to_max:
-            pad_columns(batch, settings.max_length, processor)
+            pad_columns(batch, width, processor)
     refuse_unlabelled(batch["labels"], allowed=settings.allow_unlabelled)
     if settings.shifted:
         shift(batch)
@@ -256,7 +256,7 @@ def _processed(
 def _replacements_of(reported: Any, row: int, brings_media: bool) -> Any:
     """What the processor says it replaced in a row; () with nothing to replace; None where it says nothing."""
     if reported is not None and len(reported) > row:
-        return reported[row]
+        return () if isinstance(reported[row], Tensor) else reported[row]  # an empty list may come as an empty tensor
     return None if brings_media else ()
 
 

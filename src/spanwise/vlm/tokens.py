@@ -231,19 +231,21 @@ def expand_image_tokens(
 def truncate(batch: dict[str, Any], max_length: int, media: Bool[Tensor, "B S"]) -> None:
     """Cut every token-axis tensor of our batch to ``max_length`` columns, never through or behind a medium.
 
+    The last column counts as cut, too: the shift takes it from the inputs.
+
     Raises:
         ValueError: media tokens lie beyond the cut; their features would have no tokens. Names the rows.
     """
-    if batch["input_ids"].shape[1] <= max_length:
-        return
-    beyond = media[:, max_length:].any(dim=1)
+    size = batch["input_ids"].shape[1]
+    beyond = media[:, max(min(max_length, size) - 1, 0) :].any(dim=1)
     if bool(beyond.any()):
         rows = beyond.nonzero().flatten().tolist()
         raise ValueError(
-            f"max_length={max_length} cuts into the media of rows {rows} of the batch (they have up to "
-            f"{batch['input_ids'].shape[1]} tokens); expected every media token within it, since features without "
-            "tokens break the model. The images are large or come late. Fix: raise max_length, pass "
-            "drop_overlong=True, or limit the image size in the processor."
+            f"max_length={max_length} cuts into the media of rows {rows} of the batch (of {size} tokens, the last of "
+            "which has nothing to predict); expected every media token before it, since features without tokens break "
+            "the model. The images are large or come late. Fix: raise max_length, pass drop_overlong=True, limit the "
+            "image size in the processor, or let text follow the last medium."
         )
-    for key in TOKEN_KEYS & set(batch):
-        batch[key] = batch[key][..., :max_length]
+    if size > max_length:
+        for key in TOKEN_KEYS & set(batch):
+            batch[key] = batch[key][..., :max_length]
