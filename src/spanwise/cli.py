@@ -104,6 +104,19 @@ def swap(
     show(swap_to_folder(model, tokenizer, output), as_json)
 
 
+@app.command(name="cache")
+def cache_teachers(
+    recipe: Annotated[str, typer.Argument(help="A distillation recipe.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c overrides a value of the recipe.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Score the training text with the recipe's teachers once, so that training needs none. Goes on when killed."""
+    from spanwise.train.cache_run import cache_teachers as run
+    from spanwise.train.recipe import load_recipe
+
+    show(run(load_recipe(recipe, overrides or [])), as_json, hide=("caches",))
+
+
 @app.command(name="serve")
 def serve_model(
     model: Annotated[str, typer.Argument(help="Hub name, folder or GGUF file.")],
@@ -177,6 +190,27 @@ def project_check(
     from spanwise.xtoken.projection_report import check_projection
 
     show(check_projection(file, load_tokenizer(student), load_tokenizer(teacher)), as_json)
+
+
+@app.command()
+def demo(
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder of the report.")] = "outputs/demo",
+    quick: Annotated[bool, typer.Option("--quick", help="At most a minute; proves nothing.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of the small student; default 2.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Share nothing with other runs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Use a real language model for what Spanwise is for, against fair controls, and report."""
+    from pathlib import Path
+
+    from spanwise.demo.run import run_demo
+    from spanwise.demo.table import arms_table
+
+    result = run_demo(Path(output), quick=quick, seeds=seeds, cache=not no_cache)
+    if as_json:
+        print_json(result)
+    else:
+        sys.stdout.write(arms_table(result))
 
 
 recipes = typer.Typer(help="The recipes that come with Spanwise.", no_args_is_help=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from spanwise.loss_parts import LossParts
@@ -59,7 +59,12 @@ class LossFamily(Section):
 
     @model_validator(mode="after")
     def _options_are_its_own(self) -> LossFamily:
-        foreign = sorted(option for option in self.model_fields_set & set(OPTIONS) if self.name not in OPTIONS[option])
+        fields = type(self).model_fields
+        foreign = sorted(
+            option
+            for option, families in OPTIONS.items()
+            if self.name not in families and getattr(self, option) != fields[option].default
+        )
         if foreign:
             raise ValueError(
                 f"the loss '{self.name}' has no {', '.join(foreign)}; expected options of this family only"
