@@ -221,12 +221,12 @@ def test_a_refused_put_changes_nothing(
 def test_duplicate_puts(ready: tuple[DataPlaneClient, str]) -> None:
     client, name = ready
     fill(client, name, ["a", "b"])
-    assert client.claim_meta(name, "train", ["ids"], 1).ids == ["a"]  # type: ignore[union-attr]
+    assert client.claim_meta(name, "train", ["ids"], 1).ids == ["a"]
     fill(client, name, ["a", "b"])
     client.put_samples(["a"], name, {"reward": torch.tensor([9.0])})
     assert client.get_samples(["a", "b"], name, ["reward"])["reward"].tolist() == [9, 1]
     assert client.get_samples(["a"], name, ["ids"])["ids"].values().tolist() == [0]
-    assert client.claim_meta(name, "train", ["ids"], 1).ids == ["b"]  # type: ignore[union-attr]
+    assert client.claim_meta(name, "train", ["ids"], 1).ids == ["b"]
     with pytest.raises(SampleConflict, match="a"):
         client.put_samples(["c", "a"], name, {"reward": torch.zeros(2)}, on_conflict="error")
     with pytest.raises(SampleNotFound):
@@ -262,10 +262,10 @@ def test_claims_give_up_to_a_batch_and_at_least_the_minimum(ready: tuple[DataPla
     got = client.claim_meta(name, "train", ["ids"], 4, min_batch=2)
     assert got is not None
     assert got.ids == ["a", "b", "c"]
-    assert client.claim_meta(name, "score", ["ids", "reward"], 2).ids == ["a", "b"]  # type: ignore[union-attr]
+    assert client.claim_meta(name, "score", ["ids", "reward"], 2).ids == ["a", "b"]
     assert client.claim_meta(name, "train", ["ids"], 1, blocking=False) is None
     fill(client, name, ["d"], start=3)
-    assert client.claim_meta(name, "train", ["ids"], 3).ids == ["d"]  # type: ignore[union-attr]
+    assert client.claim_meta(name, "train", ["ids"], 3).ids == ["d"]
     for blocking in (True, False):
         with pytest.raises(PartitionExhausted):
             client.claim_meta(name, "train", ["ids"], 1, blocking=blocking)
@@ -307,13 +307,13 @@ def test_clearing(ready: tuple[DataPlaneClient, str]) -> None:
     with pytest.raises(SampleNotFound):
         client.get_samples(["a"], name, ["ids"])
     assert client.get_samples(["b"], name, ["ids"])["ids"].values().tolist() == [1, 1]
-    assert client.claim_meta(name, "train", ["ids"], 4).ids == ["d"]  # type: ignore[union-attr]
+    assert client.claim_meta(name, "train", ["ids"], 4).ids == ["d"]
     with pytest.raises(PartitionExhausted):
         client.claim_meta(name, "train", ["ids"], 1)
     client.clear_samples(None, name)
     assert client.stats()["partitions"][name]["samples"] == 0
     fill(client, name, ["a"])
-    assert client.claim_meta(name, "train", ["ids"], 1).ids == ["a"]  # type: ignore[union-attr]
+    assert client.claim_meta(name, "train", ["ids"], 1).ids == ["a"]
     assert client.get_samples([], name, ["ids"]) == {}
 
 
