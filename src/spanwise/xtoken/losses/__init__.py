@@ -27,8 +27,11 @@ sums.
         1.0)) parts.total.backward()
 """
 
-from spanwise.xtoken.losses.cross_entropy import next_token_ce
-from spanwise.xtoken.losses.gold import gold
+from spanwise.xtoken.losses.alm import alm, merge_pairs
+from spanwise.xtoken.losses.cross_entropy import CrossEntropyRows, next_token_ce
+from spanwise.xtoken.losses.fused import fused, together
+from spanwise.xtoken.losses.gold import gold, gold_rows
+from spanwise.xtoken.losses.head import Head, checked_head, read_head
 from spanwise.xtoken.losses.plan import (
     ChunkPlan,
     TokenPlan,
@@ -39,32 +42,61 @@ from spanwise.xtoken.losses.plan import (
     plan_tokens,
     token_plan_of_batch,
 )
-from spanwise.xtoken.losses.prefix import prefix_kl
+from spanwise.xtoken.losses.prefix import prefix_kl, prefix_rows
 from spanwise.xtoken.losses.prefix_plan import PrefixPlan, count_prefix_positions, plan_prefix, prefix_plan_of_batch
 from spanwise.xtoken.losses.prefix_targets import PrefixTargets, prefix_targets
-from spanwise.xtoken.losses.projected import projected_kl
+from spanwise.xtoken.losses.projected import projected_kl, projected_rows
+from spanwise.xtoken.losses.same_vocab import same_vocab_kl
 from spanwise.xtoken.losses.shared_set import share_scores
+from spanwise.xtoken.losses.teachers import (
+    averaged_logits,
+    document_scores,
+    dynamic_weights,
+    merge_teachers,
+    select_teacher,
+    vocabulary_factor,
+)
 from spanwise.xtoken.losses.trie import PrefixTrie
+from spanwise.xtoken.losses.uld import uld
 
 __all__ = [
     "ChunkPlan",
+    "CrossEntropyRows",
+    "Head",
     "PrefixPlan",
     "PrefixTargets",
     "PrefixTrie",
     "TokenPlan",
+    "alm",
+    "averaged_logits",
+    "checked_head",
     "chunk_plan_of_batch",
     "count_chunks",
     "count_prefix_positions",
     "count_tokens",
+    "document_scores",
+    "dynamic_weights",
+    "fused",
     "gold",
+    "gold_rows",
+    "merge_pairs",
+    "merge_teachers",
     "next_token_ce",
     "plan_chunks",
     "plan_prefix",
     "plan_tokens",
     "prefix_kl",
     "prefix_plan_of_batch",
+    "prefix_rows",
     "prefix_targets",
     "projected_kl",
+    "projected_rows",
+    "read_head",
+    "same_vocab_kl",
+    "select_teacher",
     "share_scores",
+    "together",
     "token_plan_of_batch",
+    "uld",
+    "vocabulary_factor",
 ]

@@ -20,6 +20,8 @@ from spanwise.xtoken.losses.rows import Tile, over_logits, row_tiles
 class CrossEntropyRows:
     """Cross entropy as a RowLoss; ``factor`` multiplies the total."""
 
+    repeats = False
+
     def __init__(self, plan: TokenPlan, width: int, factor: float) -> None:
         largest = int(plan.targets.max()) if len(plan.targets) else -1
         if largest >= width:

@@ -34,6 +34,8 @@ from spanwise.xtoken.projection import Projection
 class GoldRows:
     """Gold as a RowLoss; ``factor`` is scale · τ²."""
 
+    repeats = False
+
     def __init__(
         self,
         plan: ChunkPlan,

@@ -15,11 +15,11 @@ R rows (predictor positions, counted through the batch as row · length + positi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float32, Int, Int64
+from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor
 
 from spanwise.xtoken.alignment import AlignmentBatch
@@ -67,6 +67,7 @@ class ChunkPlan:
         correct: both sides cover the same bytes.
         documents: D.
         lengths: (B, S, T), for checking the tensors a loss is given.
+        counted: the count, where it is not the summed weight (documents weighted by teacher).
     """
 
     student: Side
@@ -76,6 +77,7 @@ class ChunkPlan:
     correct: Bool[Tensor, " N"]
     documents: int
     lengths: tuple[int, int, int]
+    counted: Float32[Tensor, ""] | None = None
 
     @property
     def chunks(self) -> int:
@@ -85,7 +87,7 @@ class ChunkPlan:
     @property
     def count(self) -> Float32[Tensor, ""]:
         """What the loss counts: the summed weight of the valid chunks."""
-        return self.weight.sum()
+        return self.weight.sum() if self.counted is None else self.counted
 
     def to(self, device: torch.device | str) -> ChunkPlan:
         """The same plan on another device."""
@@ -112,10 +114,9 @@ class ChunkPlan:
             self.lengths,
         )
 
-    def of_document(self, weights: Float32[Tensor, " D"]) -> ChunkPlan:
-        """The same chunks with every document's weight multiplied by ``weights``; chunks are kept even at weight 0."""
-        weight = self.weight * weights[self.document]
-        return ChunkPlan(self.student, self.teacher, self.document, weight, self.correct, self.documents, self.lengths)
+    def of_document(self, weights: Float[Tensor, " D"]) -> ChunkPlan:
+        """The same chunks and the same count, with every document's part of the total multiplied by ``weights``."""
+        return replace(self, weight=self.weight * weights.float()[self.document], counted=self.count)
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class TokenPlan:
         weight: its document's ``sample_mask``.
         documents: D.
         shape: (B, S).
+        counted: the count, where it is not the summed weight.
     """
 
     rows: Int64[Tensor, " R"]
@@ -137,11 +139,27 @@ class TokenPlan:
     weight: Float32[Tensor, " R"]
     documents: int
     shape: tuple[int, int]
+    counted: Float32[Tensor, ""] | None = None
 
     @property
     def count(self) -> Float32[Tensor, ""]:
         """What the loss counts: the summed weight of the supervised tokens."""
-        return self.weight.sum()
+        return self.weight.sum() if self.counted is None else self.counted
+
+    def of_document(self, weights: Float[Tensor, " D"]) -> TokenPlan:
+        """The same tokens and the same count, with every document's part of the total multiplied by ``weights``."""
+        return replace(self, weight=self.weight * weights.float()[self.document], counted=self.count)
+
+    def take(self, order: Int64[Tensor, " n"]) -> TokenPlan:
+        """Some of the tokens, in the order named, with the count of all."""
+        return replace(
+            self,
+            rows=self.rows[order],
+            targets=self.targets[order],
+            document=self.document[order],
+            weight=self.weight[order],
+            counted=self.count,
+        )
 
 
 def plan_chunks(

@@ -46,6 +46,8 @@ class _Listed:
 class PrefixRows:
     """Prefix KL as a RowLoss; ``factor`` is scale · τ²."""
 
+    repeats = False
+
     def __init__(
         self,
         plan: PrefixPlan,

@@ -10,11 +10,11 @@ Shapes: B rows, S student length, T teacher length, P pairs, N supervised positi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float32, Int, Int64
+from jaxtyping import Bool, Float, Float32, Int, Int64
 from torch import Tensor
 
 from spanwise.xtoken.alignment import AlignmentBatch
@@ -43,6 +43,7 @@ class PrefixPlan:
         needed: bytes of the last of them that the student token covers; 0 without links.
         documents: D.
         lengths: (B, S, T).
+        counted: the count, where it is not the summed weight.
     """
 
     rows: Int64[Tensor, " N"]
@@ -57,11 +58,22 @@ class PrefixPlan:
     needed: Int64[Tensor, " N"]
     documents: int
     lengths: tuple[int, int, int]
+    counted: Float32[Tensor, ""] | None = None
 
     @property
     def count(self) -> Float32[Tensor, ""]:
         """What the loss counts: the summed weight of the supervised positions."""
-        return self.weight.sum()
+        return self.weight.sum() if self.counted is None else self.counted
+
+    def of_document(self, weights: Float[Tensor, " D"]) -> PrefixPlan:
+        """The same positions and count, with every document's part of the total multiplied by ``weights``."""
+        return replace(self, weight=self.weight * weights.float()[self.document], counted=self.count)
+
+    def to(self, device: torch.device | str) -> PrefixPlan:
+        """The same plan on another device."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: t.to(device) for name, t in tensors.items() if isinstance(t, Tensor)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

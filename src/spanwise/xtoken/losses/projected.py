@@ -47,6 +47,8 @@ class _Restricted:
 class ProjectedRows:
     """P-KL as a RowLoss; ``factor`` is scale · τ²."""
 
+    repeats = False
+
     def __init__(
         self,
         plan: ChunkPlan,

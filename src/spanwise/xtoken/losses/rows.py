@@ -42,12 +42,14 @@ class RowLoss(Protocol):
     """A loss that can be evaluated tile by tile over student rows.
 
     Attributes:
-        rows: predictor positions (row · S + position), each at most once.
+        rows: predictor positions (row · S + position).
+        repeats: a row may occur more than once, and its gradients add.
         width: the student tokenizer's size; a wider head is cut to it.
         tiles: in order; together they cover all rows.
     """
 
     rows: Int64[Tensor, " R"]
+    repeats: bool
     width: int
     tiles: list[Tile]
 
@@ -101,6 +103,12 @@ def over_logits(student_logits: Float[Tensor, "B S Vh"], loss: RowLoss, *, inpla
         )
     if not len(loss.rows):
         return nothing_counted(student_logits)
+    if inplace and loss.repeats:
+        raise ValueError(
+            "an in-place gradient was asked of a loss that reads rows twice (ALM with debiasing); expected one "
+            "reading. The "
+            "first would overwrite what the second needs. Fix: pass inplace=False."
+        )
     total: Tensor = cast("Any", _OverLogits).apply(student_logits, loss, inplace)
     return total
 
@@ -115,9 +123,7 @@ class _OverLogits(torch.autograd.Function):
         wanted = bool(ctx.needs_input_grad[0])
         gradient = None
         if wanted:
-            gradient = (
-                logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-            )
+            gradient = logits.detach() if inplace else _empty_gradient(logits, loss)
         compute = torch.promote_types(logits.dtype, torch.float32)
         total = torch.zeros((), dtype=torch.float64 if logits.device.type != "mps" else compute, device=logits.device)
         length, width = logits.shape[1], loss.width
@@ -127,7 +133,9 @@ class _OverLogits(torch.autograd.Function):
                 at = (rows // length, rows % length)
                 work = logits.detach()[..., :width][at].to(compute)
                 total += loss.evaluate(tile, work, gradient=wanted)
-                if gradient is not None:
+                if gradient is not None and loss.repeats:
+                    gradient[..., :width].index_put_(at, work.to(gradient.dtype), accumulate=True)
+                elif gradient is not None:
                     gradient[..., :width][at] = work.to(gradient.dtype)
             if gradient is not None:
                 _clear_the_rest(gradient, loss.rows, width)
@@ -142,6 +150,13 @@ class _OverLogits(torch.autograd.Function):
         if float(grad_output) != 1.0:
             gradient = gradient * grad_output.to(gradient.dtype)
         return gradient, None, None
+
+
+def _empty_gradient(logits: Tensor, loss: RowLoss) -> Tensor:
+    """Memory for the gradient: zeroed only where rows add up, else every element is written once."""
+    if loss.repeats:
+        return torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _clear_the_rest(gradient: Tensor, rows: Tensor, width: int) -> None:
