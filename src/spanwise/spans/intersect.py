@@ -59,13 +59,14 @@ class _Axis:
     common: Flags
     index: Positions
     row_of: Positions
+    row_first: Positions
     closed: Flags
     bad: Flags
 
     def boundary(self, row: Positions, position: Positions) -> Positions:
         """The last common boundary at or before a position of a row, -1 where the row has none."""
         found = self.index[self.base[row] + position] - 1
-        found[(found < 0) | (self.row_of[np.maximum(found, 0)] != row)] = -1
+        found[found < self.row_first[row]] = -1
         return found
 
 
@@ -90,25 +91,23 @@ def intersect(
     for (boundary, _, _), _cell in cells:
         per_boundary[boundary] += 1
     at = [axis.boundary(side.row, side.start) for side in (student, teacher)]
-    present = [np.bincount(where[where >= 0], minlength=len(axis.row_of)) > 0 for where in at]
-    split = axis.bad & present[0] & present[1]
-    weight = np.where(axis.closed, np.where(split, 2, 1), 0)
-    total = per_boundary + weight
+    split = np.zeros_like(axis.bad)
+    if axis.bad.any():
+        present = [np.bincount(where[where >= 0], minlength=len(axis.row_of)) > 0 for where in at]
+        split = axis.bad & present[0] & present[1]
+    total = per_boundary + axis.closed + (axis.closed & split)
     before = np.cumsum(total) - total
     rows = len(lengths)
-    row_first = np.searchsorted(axis.row_of, np.arange(rows))
     count = np.zeros(rows, dtype=np.int64)
     np.add.at(count, axis.row_of, total)
-    origin = before - np.concatenate([before, [0]])[row_first][axis.row_of]
+    origin = before - np.concatenate([before, [0]])[axis.row_first][axis.row_of]
     chunk = origin + per_boundary
     ids = []
     for shift, where in enumerate(at):
-        ids.append(np.full(len(where), -1, dtype=np.int64))
-        known = np.flatnonzero(where >= 0)
-        known = known[axis.closed[where[known]]]
-        ids[-1][known] = (chunk + shift * split)[where[known]]
+        # Index -1, no boundary, reads the sentinel at the end.
+        ids.append(np.append(np.where(axis.closed, chunk + shift * split, -1), -1)[where])
     good = np.flatnonzero(axis.closed & ~axis.bad)
-    correct = [axis.row_of[good] * (1 << 32) + chunk[good]]
+    correct = [(axis.row_of[good] << 32) + chunk[good]]
     for (boundary, place, both), (mine, theirs) in cells:
         number = origin[boundary] + place
         if mine is not None:
@@ -116,8 +115,8 @@ def intersect(
         if theirs is not None:
             ids[1][theirs] = number
         if both:
-            correct.append(np.array([axis.row_of[boundary] * (1 << 32) + number], dtype=np.int64))
-    keys = np.sort(np.concatenate(correct))
+            correct.append(np.array([(axis.row_of[boundary] << 32) + number], dtype=np.int64))
+    keys = np.sort(np.concatenate(correct)) if len(correct) > 1 else correct[0]
     return Chunks(ids[0], ids[1], count, keys >> 32, keys & 0xFFFFFFFF)
 
 
@@ -127,8 +126,8 @@ def _axis(student: Placed, teacher: Placed, lengths: Positions, gaps: list[tuple
     bits = []
     for side in (student, teacher):
         bit = np.zeros(int(base[-1]), dtype=bool)
-        exact = side.end >= 0
-        bit[base[side.row[exact]] + side.end[exact]] = True
+        place = base[side.row] + side.end
+        bit[place if int(side.end.min(initial=0)) >= 0 else place[side.end >= 0]] = True
         bit[base[rows] + side.first] = True
         bits.append(bit)
     common = bits[0] & bits[1]
@@ -136,7 +135,9 @@ def _axis(student: Placed, teacher: Placed, lengths: Positions, gaps: list[tuple
     row_of = (np.searchsorted(base, positions, side="right") - 1).astype(np.int64)
     closed = np.zeros(len(positions), dtype=bool)
     closed[:-1] = row_of[1:] == row_of[:-1]
-    axis = _Axis(base, common, np.cumsum(common, dtype=np.int64), row_of, closed, np.zeros(len(positions), dtype=bool))
+    row_first = np.searchsorted(row_of, rows)
+    bad = np.zeros(len(positions), dtype=bool)
+    axis = _Axis(base, common, np.cumsum(common, dtype=np.int64), row_of, row_first, closed, bad)
     if gaps:
         row, position = np.array(gaps, dtype=np.int64).T
         around = axis.boundary(row, position)

@@ -10,6 +10,7 @@ Shapes: B rows, n tokens of all rows of one side laid end to end, N their bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Tokens:
     bounds: Positions
     profile: Profile
 
-    @property
+    @cached_property
     def row(self) -> Positions:
         """int64 [n]: the row of every token."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))

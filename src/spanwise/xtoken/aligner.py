@@ -156,15 +156,15 @@ class TokenAligner:
         pairs = max(1, int(chunks.count.max()))
         correct = np.zeros((rows, pairs), dtype=bool)
         correct[chunks.correct_row, chunks.correct_chunk] = True
-        single = correct.copy()
-        for placed, numbers in ((places.student, chunks.student), (places.teacher, chunks.teacher)):
-            paired = numbers >= 0
-            held = np.bincount(placed.row[paired] * pairs + numbers[paired], minlength=rows * pairs)
-            single &= held.reshape(rows, pairs) == 1
-        exact = [
-            (numbers >= 0) & single[placed.row, numbers]
+        # Every token's pair on one axis; tokens without one share the place after the last.
+        keys = [
+            np.where(numbers >= 0, placed.row * pairs + numbers, rows * pairs)
             for placed, numbers in ((places.student, chunks.student), (places.teacher, chunks.teacher))
         ]
+        single = np.append(correct.reshape(-1), False)
+        for key in keys:
+            single &= np.bincount(key, minlength=len(single)) == 1
+        exact = [single[key] for key in keys]
         offsets = self.byte_offsets
         return AlignmentBatch(
             pair_valid=torch.from_numpy(np.arange(pairs) < chunks.count[:, None]),
