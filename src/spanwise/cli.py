@@ -76,7 +76,19 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out text, in bits per byte."""
     from spanwise.train.evaluation import evaluate_model
+    from spanwise.train.mlm_evaluation import evaluate_masked, is_masked_checkpoint
 
+    if is_masked_checkpoint(model):
+        masked = evaluate_masked(
+            model,
+            data=data,
+            columns=dict(pair.split("=", 1) for pair in columns or []),
+            tokenizer_source=tokenizer,
+            documents=documents,
+            batch_size=batch_size,
+        )
+        show(masked, as_json)
+        return
     result = evaluate_model(
         model,
         data=data,
@@ -87,6 +99,48 @@ def evaluate(
         stride_bytes=stride_bytes,
         batch_size=batch_size,
         documents=documents,
+    )
+    show(result, as_json)
+
+
+@app.command(name="generate")
+def generate_masked(
+    checkpoint: Annotated[str, typer.Argument(help="A masked language model with its tokenizer.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
+    infill: Annotated[list[str] | None, typer.Option(help="Text with the mask token where something is missing.")] = None,
+    unconditional: Annotated[bool, typer.Option("--unconditional", help="Begin from nothing.")] = False,
+    count: Annotated[int, typer.Option(min=1, help="How many texts to begin from nothing.")] = 1,
+    sampler: Annotated[
+        str,
+        typer.Option(help="top_prob, uniform, margin, entropy, threshold, factor, ddpm_cache or remasking."),
+    ] = "top_prob",
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to add to a prompt.")] = 32,
+    steps: Annotated[int | None, typer.Option(min=1, help="Most forwards per text; default: one per token.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Default: 0 for --infill, else 1.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep that many tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this sum.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Fill blocks of that many from left to right.")] = None,
+    cache: Annotated[str | None, typer.Option(help="With --block-size: prefix or dual.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print {texts, steps, forwards}.")] = False,
+) -> None:
+    """Fill masks with a masked language model: continue prompts, close gaps, begin from nothing."""
+    from spanwise.mlm.generate import generate
+
+    result = generate(
+        checkpoint,
+        prompts=prompt or (),
+        infills=infill or (),
+        unconditional=count if unconditional else 0,
+        sampler=sampler,
+        max_new_tokens=max_new_tokens,
+        steps=steps,
+        temperature=temperature,
+        seed=seed,
+        top_k=top_k,
+        top_p=top_p,
+        block_size=block_size,
+        cache=cache,
     )
     show(result, as_json)
 

@@ -32,7 +32,7 @@ class CacheProgress:
         total: documents in all, where known.
         new_tokens: tokens scored in this run.
         seconds: since its start.
-        bytes_per_token: on the disk so far, sealed shards only.
+        bytes_per_token: on the disk so far.
     """
 
     done: int
@@ -104,8 +104,7 @@ def build_cache(
                 new_tokens += add_scores(writer, wanted, teacher.score(wanted))
             done += len(documents)
             if report is not None:
-                pace = writer.manifest.summary()["bytes_per_token"]
-                report(CacheProgress(done, total, new_tokens, time.monotonic() - begun, pace))
+                report(CacheProgress(done, total, new_tokens, time.monotonic() - begun, writer.bytes_per_token))
         return writer.finish()
 
 

@@ -223,6 +223,13 @@ class CacheWriter:
             self._reading = (number, os.open(path, os.O_RDONLY))
         return read_frame(self._reading[1], path, key, size, offset)
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Of what was written so far, the open shard included; 0 where nothing was."""
+        shards = self.manifest.shards
+        size = sum(shard.bytes for shard in shards) + (self._offset if self._file is not None else 0)
+        return size / max(sum(shard.tokens for shard in shards) + self._totals.tokens, 1)
+
     def seal(self) -> None:
         """Flush the open shard, give it its name and enter it into the manifest."""
         if self._file is None:

@@ -8,6 +8,7 @@ answered can be kept in a cache as it comes, so that nothing is asked twice, not
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,18 @@ LONGEST_PAUSE = 5.0
 
 class TeacherUnreachableError(ConnectionError):
     """A server that did not answer within the patience it was given."""
+
+
+def checked_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of :class:`ServedTeacher` from a recipe; an unknown one is refused by name."""
+    known = list(inspect.signature(ServedTeacher.__init__).parameters)[3:]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ValueError(
+            f"teachers.options has {', '.join(unknown)}; expected names among {', '.join(known)}. The option is "
+            "probably misspelt, or one of from_pretrained, which a server does not take. Fix: correct or remove it."
+        )
+    return options
 
 
 class ServedTeacher:

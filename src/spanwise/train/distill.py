@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from spanwise.batch import model_inputs
 from spanwise.loading import load_model, load_tokenizer
 from spanwise.loss_parts import LossParts
+from spanwise.spans.table import tokenizer_fingerprint
+from spanwise.teachers.cached import CachedTeacher
 from spanwise.teachers.local import LocalTeacher
+from spanwise.teachers.process_teacher import ADDRESS, ProcessTeacher
+from spanwise.teachers.served import ServedTeacher, checked_options
 from spanwise.teachers.teacher import Teacher
 from spanwise.train import data as corpus
 from spanwise.train.distill_terms import LOSS_NAMES, LossFamily, TeacherTerm, make_term
@@ -40,7 +44,9 @@ class TeacherSection(Section):
     )
     cache: str | None = Field(None, description="Folder written by spanwise cache.")
     url: str | None = Field(None, description="An OpenAI-compatible server that returns prompt log-probabilities.")
-    process: str | None = Field(None, description="A model that runs in a process of its own on this machine.")
+    process: str | None = Field(
+        None, description="A model that runs in a process of its own on this machine; or unix:PATH, a running worker."
+    )
     tokenizer: str | None = Field(None, description="The teacher's tokenizer; default: the model's.")
     projection: str | None = Field(None, description="File made by spanwise project build; built when left out.")
     loss: LossFamily = Field(LossFamily(), description="A name, or a mapping with its options.")
@@ -67,7 +73,10 @@ class TeacherSection(Section):
             raise ValueError(
                 f"has {' and '.join(sources) or 'none'} of model, cache, url, process; expected exactly one"
             )
-        if self.tokenizer is None and self.model is None and self.process is None:
+        by_address = self.process is not None and self.process.startswith(ADDRESS)
+        if self.options and (self.cache or by_address):
+            raise ValueError(f"a {sources[0]} that was made before takes no options; take them out")
+        if self.tokenizer is None and (self.cache or self.url or by_address):
             raise ValueError(f"a teacher from a {sources[0]} needs tokenizer; expected the teacher's tokenizer")
         return self
 
@@ -75,6 +84,22 @@ class TeacherSection(Section):
     def source(self) -> str:
         """What the teacher is called."""
         return str(self.model or self.cache or self.url or self.process)
+
+
+class CacheSection(Section):
+    """What ``spanwise cache`` keeps of every position: as few tokens as reach the mass, within floor and cap."""
+
+    folder: str | None = Field(None, description="Where caches go, one folder per teacher; default: OUTPUT.cache.")
+    floor: int = Field(4, ge=1, description="Tokens kept at least.")
+    cap: int = Field(64, ge=1, le=65_535, description="Tokens kept at most.")
+    mass: float = Field(0.95, gt=0, le=1, description="Probability that is enough.")
+    batch_size: int = Field(8, ge=1, description="Rows per forward of the teacher.")
+
+    @model_validator(mode="after")
+    def _floor_below_cap(self) -> CacheSection:
+        if self.floor > self.cap:
+            raise ValueError(f"floor is {self.floor} and cap {self.cap}; expected floor ≤ cap")
+        return self
 
 
 class LossSection(Section):
@@ -98,6 +123,7 @@ class TaskRecipe(Recipe):
     task: Literal["distill"] = "distill"
     teachers: list[TeacherSection] = Field(default_factory=list, description="None: plain cross entropy.")
     loss: LossSection = LossSection()
+    cache: CacheSection = CacheSection()
 
     @model_validator(mode="after")
     def _teachers_fit_the_weights(self) -> TaskRecipe:
@@ -115,7 +141,7 @@ def build(recipe: TaskRecipe, folder: Path) -> DistillTask:
     tokenizer = student_tokenizer(recipe.student, folder, texts)
     student = student_model(recipe.student, tokenizer)
     taught = list(recipe.teachers) if recipe.loss.kd_weight else []
-    terms = [_term(i, section, recipe, student, tokenizer) for i, section in enumerate(taught)]
+    terms = [make_teacher_term(i, section, recipe, student, tokenizer) for i, section in enumerate(taught)]
     return DistillTask(recipe, student, tokenizer, terms, rows_corpus)
 
 
@@ -123,9 +149,12 @@ def _rows(rows: Any) -> Iterable[Mapping[str, Any]]:
     return iter(rows)
 
 
-def _term(index: int, section: TeacherSection, recipe: TaskRecipe, student: Any, tokenizer: Any) -> TeacherTerm:
+def make_teacher_term(
+    index: int, section: TeacherSection, recipe: TaskRecipe, student: Any, tokenizer: Any
+) -> TeacherTerm:
+    """Open a teacher and join it with its loss."""
     teacher_tokenizer = tokenizer if section.model == OWN_BASE else load_tokenizer(section.tokenizer or section.source)
-    teacher = open_teacher(section, student, teacher_tokenizer)
+    teacher = open_teacher(section, student, teacher_tokenizer, temperature=scored_at(section, recipe))
     return make_term(
         index,
         section.loss,
@@ -137,8 +166,24 @@ def _term(index: int, section: TeacherSection, recipe: TaskRecipe, student: Any,
     )
 
 
-def open_teacher(section: TeacherSection, student: Any, tokenizer: Any) -> Teacher:
-    """The source of scores that a recipe names."""
+def scored_at(section: TeacherSection, recipe: TaskRecipe) -> float:
+    """The temperature of a teacher's scores: the loss's, but ALM reads plain probabilities and applies its own."""
+    return 1.0 if section.loss.name == "alm" else recipe.loss.temperature
+
+
+def open_teacher(section: TeacherSection, student: Any, tokenizer: Any, *, temperature: float = 1.0) -> Teacher:
+    """The source of scores that a recipe names; ``temperature`` is what a server is asked for."""
+    if section.cache is not None:
+        return CachedTeacher(section.cache, tokenizer=tokenizer_fingerprint(tokenizer))
+    if section.url is not None:
+        options = {"temperature": temperature} | section.options
+        return ServedTeacher(section.url, tokenizer, **checked_options(options))
+    if section.process is not None and section.process.startswith(ADDRESS):
+        return ProcessTeacher(section.process)
+    if section.process is not None:
+        return ProcessTeacher.start(
+            section.process, tokenizer=section.tokenizer, dtype=section.dtype, options=section.options
+        )
     if section.model == OWN_BASE:
         if not hasattr(student, "disable_adapter"):
             raise ValueError(
