@@ -182,6 +182,9 @@ def finished(
         if settings.pad_to_max:
             pad_columns(batch, width, processor)
     refuse_unlabelled(batch["labels"], allowed=settings.allow_unlabelled)
+    blank = [row for row, example in enumerate(examples) if example.get("loss_multiplier", 1.0) == 0]
+    if blank:
+        batch["labels"] = batch["labels"].index_fill(0, torch.tensor(blank), IGNORE_INDEX)
     if settings.shifted:
         shift(batch)
     hide_fake_media(batch, processor, [row for row, example in enumerate(examples) if example.get("_injected_fake")])
