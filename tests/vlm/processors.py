@@ -23,7 +23,8 @@ CHATML_PARTS = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}IMAGE{% elif part['type'] == 'video' %}VIDEO"
-    "{% elif part['type'] == 'audio' %}AUDIO{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% elif part['type'] == 'audio' %}AUDIO{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA_PARTS = (
@@ -31,7 +32,8 @@ GEMMA_PARTS = (
     "{{ 'model' if message['role'] == 'assistant' else message['role'] }}{{ '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}{{ '<start_of_image>' }}"
-    "{% elif 'text' in part %}{{ part['text'] | trim }}{% endif %}{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% elif 'text' in part %}{{ part['text'] | trim }}{% endif %}{% endfor %}{% endif %}{{ '<end_of_turn>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 GEMMA4_PARTS = (
@@ -47,7 +49,8 @@ VICUNA_PARTS = (
     "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}"
     "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
     "{% if message['role'] != 'assistant' %}"
-    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}{% else %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}"
+    "{% endfor %}{% else %}"
     "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}"
     "{% generation %}{{ part['text'] + ' ' }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
@@ -189,8 +192,8 @@ def gemma4() -> Any:
         image_token="<|image|>", audio_token="<|audio|>", boa_token="<|audio>", eoa_token="<audio|>",
     )  # fmt: skip
     return transformers.Gemma4Processor(
-        transformers.Gemma4AudioFeatureExtractor(), transformers.Gemma4ImageProcessorPil(), words, video_processor("Gemma4VideoProcessor"),
-        chat_template=GEMMA4_PARTS,
+        transformers.Gemma4AudioFeatureExtractor(), transformers.Gemma4ImageProcessorPil(), words,
+        video_processor("Gemma4VideoProcessor"), chat_template=GEMMA4_PARTS,
     )  # fmt: skip
 
 
@@ -241,7 +244,8 @@ def qwen3_omni() -> Any:
         "<|audio_start|><|audio_pad|><|audio_end|>",
     )  # fmt: skip
     return transformers.Qwen3OmniMoeProcessor(
-        qwen2_vl_images(), video_processor("Qwen2VLVideoProcessor", merge_size=2, temporal_patch_size=2), transformers.WhisperFeatureExtractor(),
+        qwen2_vl_images(), video_processor("Qwen2VLVideoProcessor", merge_size=2, temporal_patch_size=2),
+        transformers.WhisperFeatureExtractor(),
         words, chat_template=template,
     )  # fmt: skip
 
@@ -268,7 +272,8 @@ def phi4_multimodal() -> Any:
 def nemotron_omni() -> Any:
     words = tokenizer("<so_start>", "<so_end>", "<img>", "</img>", "<image>", "<video>", "<so_embedding>")
     return transformers.NemotronH_Omni_Reasoning_V3Processor(
-        transformers.NemotronH_Omni_Reasoning_V3ImageProcessor(), transformers.NemotronH_Omni_Reasoning_V3VideoProcessor(),
+        transformers.NemotronH_Omni_Reasoning_V3ImageProcessor(),
+        transformers.NemotronH_Omni_Reasoning_V3VideoProcessor(),
         words, transformers.ParakeetFeatureExtractor(), chat_template=chatml("<image>", "<video>", "<so_embedding>"),
     )  # fmt: skip
 

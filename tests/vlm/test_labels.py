@@ -8,6 +8,7 @@ from spanwise.vlm import FAMILIES
 from tests.vlm import processors
 from tests.vlm.stress import Outcome, run
 
+pytestmark = pytest.mark.xdist_group("vlm_labels")  # the table sums up the tests before it
 outcomes: dict[str, Outcome] = {}
 
 

@@ -21,7 +21,8 @@ def qwen2_5_vl_model(tokenizer: Any, hidden: int = 32) -> Qwen2_5_VLForCondition
         "fullatt_block_indexes": [1], "window_size": 112, "patch_size": 14,
     }  # fmt: skip
     config = Qwen2_5_VLConfig(
-        text_config=text, vision_config=vision, image_token_id=ids("<|image_pad|>"), video_token_id=ids("<|video_pad|>"),
+        text_config=text, vision_config=vision, image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
         vision_start_token_id=ids("<|vision_start|>"), vision_end_token_id=ids("<|vision_end|>"),
     )  # fmt: skip
     torch.manual_seed(0)
