@@ -160,7 +160,7 @@ class SpanwiseTrainer(Trainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor | Any],
+        inputs: Mapping[str, Tensor | Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
@@ -195,7 +195,7 @@ class SpanwiseTrainer(Trainer):
         grad_norm: Tensor | float | None,
         model: nn.Module,
         trial: Any,
-        epoch: float,
+        epoch: float | int,
         ignore_keys_for_eval: list[str] | None,
         start_time: float,
         learning_rate: float | None = None,
