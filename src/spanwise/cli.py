@@ -107,7 +107,7 @@ def evaluate(
 def generate_masked(
     checkpoint: Annotated[str, typer.Argument(help="A masked language model with its tokenizer.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
-    infill: Annotated[list[str] | None, typer.Option(help="Text with the mask token where something is missing.")] = None,
+    infill: Annotated[list[str] | None, typer.Option(help="Text with mask tokens where words are missing.")] = None,
     unconditional: Annotated[bool, typer.Option("--unconditional", help="Begin from nothing.")] = False,
     count: Annotated[int, typer.Option(min=1, help="How many texts to begin from nothing.")] = 1,
     sampler: Annotated[

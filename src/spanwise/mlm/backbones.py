@@ -46,11 +46,16 @@ class MaskedLMBackbone(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self.num_embeddings: int = model.get_input_embeddings().num_embeddings
-        config = model.config
+        self.num_embeddings: int = self.inner.get_input_embeddings().num_embeddings
+        config = self.inner.config
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
+
+    @property
+    def inner(self) -> Any:
+        """The model inside DistributedDataParallel, or the model itself."""
+        return getattr(self.model, "module", self.model)
 
     def forward(
         self,
@@ -88,10 +93,10 @@ class MaskedLMBackbone(nn.Module):
         return {"input_ids": x_t, "attention_mask": mask | (mask.sum(-1, keepdim=True) == 0).long()}
 
     def _body(self) -> nn.Module:
-        body = getattr(self.model, self.model.base_model_prefix, None)
+        body = getattr(self.inner, self.inner.base_model_prefix, None)
         if not isinstance(body, nn.Module):
             raise ValueError(
-                f"{type(self.model).__name__} has no body under '{self.model.base_model_prefix}'; expected a "
+                f"{type(self.inner).__name__} has no body under '{self.inner.base_model_prefix}'; expected a "
                 "transformers model with a head on a body. The body itself was probably passed. "
                 "Fix: load it with AutoModelForMaskedLM."
             )
@@ -115,9 +120,10 @@ class BidirectionalCausalLM(MaskedLMBackbone):
     shift = 1
 
     def __init__(self, model: Any) -> None:
-        if getattr(model.config, "_attn_implementation", "sdpa") not in ("eager", "sdpa"):
+        kernel = getattr(getattr(model, "module", model).config, "_attn_implementation", "sdpa")
+        if kernel not in ("eager", "sdpa"):
             raise ValueError(
-                f"the model attends with {model.config._attn_implementation!r}; expected 'sdpa' or 'eager', which take "
+                f"the model attends with {kernel!r}; expected 'sdpa' or 'eager', which take "
                 "the mask that makes it bidirectional. Flash attention would stay causal. "
                 "Fix: load it with attn_implementation='sdpa'."
             )
@@ -129,7 +135,7 @@ class BidirectionalCausalLM(MaskedLMBackbone):
         keys = real if real.ndim == 2 else real.any(1)
         allowed = real[:, None, None, :].expand(-1, 1, width, -1) if real.ndim == 2 else real.unsqueeze(1)
         allowed = allowed | ~allowed.any(-1, keepdim=True)
-        dtype = self.model.get_input_embeddings().weight.dtype
+        dtype = self.inner.get_input_embeddings().weight.dtype
         additive = torch.zeros(allowed.shape, dtype=dtype, device=x_t.device)
         additive = additive.masked_fill(~allowed, torch.finfo(dtype).min)
         place = count_positions(keys) if positions is None else positions
@@ -151,9 +157,10 @@ def as_mlm_model(model: Any) -> Any:
 
     transformers' masked-LM and causal-LM models are wrapped; what is neither is returned as it is.
     """
-    if getattr(model, "takes_where", False) or not hasattr(model, "base_model_prefix"):
+    inner = getattr(model, "module", model)
+    if getattr(inner, "takes_where", False) or not hasattr(inner, "base_model_prefix"):
         return model
-    name = type(model).__name__
+    name = type(inner).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return BidirectionalCausalLM(model)
     return MaskedLMBackbone(model)

@@ -34,7 +34,8 @@ class RotaryTransformerConfig(PreTrainedConfig):
         for name, parameter in known.items():
             if parameter.default is not Parameter.empty:
                 setattr(self, name, options.pop(name, parameter.default))
-        super().__init__(**{"tie_word_embeddings": False, **options})
+        rest: Any = {"tie_word_embeddings": False, **options}  # transformers checks its own names
+        super().__init__(**rest)
 
     def _get_generation_parameters(self) -> dict[str, Any]:
         return {}  # max_length is the model's room here, not a setting of generation

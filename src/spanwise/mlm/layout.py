@@ -145,11 +145,12 @@ class MaskingCollator:
 
 
 def row_columns(rows: Rows) -> dict[str, Any]:
-    """``idx`` (int64) and ``sample_mask`` (float32) where every row has them."""
+    """``idx`` (int64) and ``sample_mask`` (float32, also from ``loss_multiplier``) where every row has them."""
     columns: dict[str, Any] = {}
-    for name, dtype in (("idx", torch.long), ("sample_mask", torch.float32)):
-        if rows and all(name in row for row in rows):
-            columns[name] = torch.tensor([row[name] for row in rows], dtype=dtype)
+    known = (("idx", "idx", torch.long), ("sample_mask", "sample_mask", torch.float32))
+    for source, name, dtype in (*known, ("loss_multiplier", "sample_mask", torch.float32)):
+        if rows and name not in columns and all(source in row for row in rows):
+            columns[name] = torch.tensor([row[source] for row in rows], dtype=dtype)
     return columns
 
 

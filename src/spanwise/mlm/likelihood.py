@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spanwise.mlm.collators import DefaultMLMCollator
+from spanwise.mlm.layout import Layout
 from spanwise.mlm.loss import MLMLoss
 
 
@@ -46,6 +48,35 @@ class LikelihoodBound:
         """
         size = sum(len(text.encode()) for text in texts)
         return self.nats / math.log(2) / size if size else 0.0
+
+
+class LikelihoodCollator(DefaultMLMCollator):
+    """Rows for :func:`nelbo`: exact counts, stratified times, BOS and EOS given and not scored."""
+
+    def __init__(self, tokenizer: Any, *, add_bos: bool, add_eos: bool, seed: int = 0) -> None:
+        super().__init__(
+            tokenizer,
+            None,
+            loss_on_padding=False,
+            truncate=None,
+            add_bos=add_bos,
+            add_eos=add_eos,
+            masking="exact",
+            t_sampling="stratified",
+            seed=seed,
+        )
+
+    def lay(self, sequences: list[list[int]]) -> Layout:
+        """The rows as they are, their ends fixed."""
+        layout = super().lay(sequences)
+        layout.fixed = torch.zeros_like(layout.attended)
+        for row, tokens in enumerate(sequences):
+            if self.special.bos is not None:
+                layout.fixed[row, 0] = True
+            if self.special.eos is not None:
+                layout.fixed[row, len(tokens) - 1] = True
+        layout.eligible &= ~layout.fixed
+        return layout
 
 
 def nelbo(

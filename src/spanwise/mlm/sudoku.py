@@ -19,6 +19,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+SUDOKU = "builtin:sudoku"
 SIDE, CELLS = 4, 16
 PAD, MASK = 0, 1
 Grid = tuple[int, ...]
@@ -66,6 +67,11 @@ def make_puzzles(grids: Sequence[Grid], count: int, blanks: int = 10, seed: int 
         if len(_complete(kept, limit=2)) == 1:
             puzzles.append(Puzzle(kept, grid))
     return puzzles
+
+
+def sudoku_puzzles(count: int) -> list[Puzzle]:
+    """What ``builtin:sudoku:eval`` means: puzzles with 10 blanks on the held-out grids."""
+    return make_puzzles(split_grids()[1], count)
 
 
 def puzzle_rows(puzzles: Sequence[Puzzle]) -> list[dict[str, Any]]:
