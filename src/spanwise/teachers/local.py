@@ -14,6 +14,7 @@ import torch
 
 from spanwise.spans.pack import block_causal_mask, segment_positions
 from spanwise.teachers.scores import Form, TeacherScores
+from spanwise.teachers.summary import summarise
 from spanwise.teachers.teacher import ScoreRequest
 
 logger = logging.getLogger(__name__)
@@ -53,13 +54,13 @@ class LocalTeacher:
         logits = self.logits(request)[..., : self.vocab_size]
         if request.shared_ids is not None:
             return TeacherScores(logits=logits).share(request.shared_ids, temperature=request.temperature)
+        if request.top_k is not None:
+            return summarise(logits, request)
         scores = TeacherScores(logits=logits)
         if request.statistics:
             scores = scores.with_statistics(
                 request.input_ids, word_start=request.word_start, temperature=request.temperature
             )
-        if request.top_k is not None:
-            scores = scores.topk(request.top_k, temperature=request.temperature)
         return scores
 
     def logits(self, request: ScoreRequest) -> torch.Tensor:
