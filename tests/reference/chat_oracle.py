@@ -97,6 +97,15 @@ def llama3(date: str) -> Renderer:
     return render
 
 
+def early_llama3(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    """The first Llama 3 template, which always ends with a header for one more answer."""
+    pieces: list[Piece] = [("<|begin_of_text|>", False)]
+    for message in messages:
+        pieces.append((f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False))
+        pieces.append((message["content"].strip() + "<|eot_id|>", message["role"] == "assistant"))
+    return [*pieces, ("<|start_header_id|>assistant<|end_header_id|>\n\n", False)]
+
+
 def gemma(messages: Sequence[dict[str, Any]]) -> list[Piece]:
     pieces, prefix = [("<bos>", False)], ""
     if messages[0]["role"] == "system":

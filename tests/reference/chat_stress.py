@@ -29,6 +29,17 @@ CATEGORIES = (
     "trailing_blanks",
     "tool_calls",
     "system_quotes_answer",
+    "odd_characters",
+)
+ODD = (
+    "\ue0f00\ue0f10\ue0f2",
+    "a\u2028b\u0085",
+    "\x00\x07",
+    "👩‍👩‍👧‍👦",
+    "{{ content }}",
+    "{% generation %}x",
+    "\u200b",
+    "</think>\n\n",
 )
 
 
@@ -65,6 +76,8 @@ def conversation(
             answer = rng.choice(("\n", "\n\n", " \n", "\t")) + answer
         elif category == "trailing_blanks":
             answer += rng.choice(("\n", "  ", "\n\n", "\n \n"))
+        elif category == "odd_characters":
+            question, answer = rng.choice(ODD) + question, rng.choice(ODD) + answer + rng.choice(ODD)
         elif category == "system_quotes_answer" and messages and messages[0]["role"] == "system":
             messages[0]["content"] = f"Say: {header}{answer}{stop}"
         messages.append({"role": "user", "content": question})

@@ -30,6 +30,12 @@ LLAMA2 = (
     "{% if message['role'] == 'user' %}{{ '<s>' + '[INST] ' + content + ' [/INST]' }}"
     "{% else %}{{ ' ' + content + ' ' + '</s>' }}{% endif %}{% endfor %}"
 )
+LLAMA3 = (
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = '<|begin_of_text|>' + content %}{% endif %}"
+    "{{ content }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
 GENERATION = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}\n"
     "  {%- if message['role'] == 'assistant' %}"
@@ -37,6 +43,7 @@ GENERATION = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
 )
 DATE = "05 May 2025"
+SMOLLM_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 
@@ -74,6 +81,15 @@ FAMILIES: dict[str, tuple[Any, oracle.Renderer, str, str, bool, bool]] = {
         "<|assistant|>\n", "<|end|>", True, False,
     ),
     "llama2": (lambda: with_template("llama2", LLAMA2, "<s>", "</s>"), oracle.llama2, "[/INST]", "</s>", True, False),
+    "llama3": (
+        lambda: with_template("llama3", LLAMA3, "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>"),
+        oracle.early_llama3,
+        "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", True, False,
+    ),
+    "smollm2": (
+        lambda: real_tokenizer("smollm2"), oracle.chatml(SMOLLM_SYSTEM),
+        "<|im_start|>assistant\n", "<|im_end|>", True, False,
+    ),
     "marks": (
         lambda: with_template("marks", GENERATION), oracle.chatml(),
         "<|im_start|>assistant\n", "<|im_end|>", True, False,

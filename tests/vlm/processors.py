@@ -262,7 +262,9 @@ def kimi_k25() -> Any:
 
 @cache
 def phi4_multimodal() -> Any:
-    words = tokenizer("<|end|>", "<|user|>", "<|assistant|>", image_token="<|image|>", audio_token="<|audio|>")
+    words = tokenizer(
+        "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", image_token="<|image|>", audio_token="<|audio|>"
+    )
     words.chat_template = PHI_PARTS
     images = transformers.Phi4MultimodalImageProcessor(size={"height": 28, "width": 28})
     return transformers.Phi4MultimodalProcessor(images, transformers.Phi4MultimodalFeatureExtractor(), words)

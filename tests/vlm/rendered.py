@@ -84,6 +84,14 @@ def pixtral(messages: Sequence[dict[str, Any]]) -> list[Piece]:
     return pieces
 
 
+def phi(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    pieces: list[Piece] = []
+    for message in messages:
+        pieces.append((f"<|{message['role']}|>", False))
+        pieces.append((text_of(message, "") + "<|end|>", message["role"] == "assistant"))
+    return pieces
+
+
 # family: renderer, how an answer opens and closes, whether a system turn is allowed
 RENDERERS: dict[str, tuple[Callable[[Sequence[dict[str, Any]]], list[Piece]], str, str, bool]] = {
     "qwen2_vl": (chatml(""), "<|im_start|>assistant\n", "<|im_end|>", True),
@@ -100,5 +108,6 @@ RENDERERS: dict[str, tuple[Callable[[Sequence[dict[str, Any]]], list[Piece]], st
     "idefics3": (idefics("\n\n\n"), "Assistant:", "<end_of_utterance>", True),
     "pixtral": (pixtral, "[/INST]", "<|im_end|>", False),
     "kimi_k25": (chatml("image"), "<|im_start|>assistant\n", "<|im_end|>", True),
+    "phi4_multimodal": (phi, "<|assistant|>", "<|end|>", True),
     "nemotron_omni": (chatml(""), "<|im_start|>assistant\n", "<|im_end|>", True),
 }  # fmt: skip
