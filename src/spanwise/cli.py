@@ -267,6 +267,23 @@ def demo(
         sys.stdout.write(arms_table(result))
 
 
+@app.command()
+def align(
+    student: Annotated[str, typer.Argument(help="Tokenizer: hub name, folder, tokenizer.json or GGUF file.")],
+    teacher: Annotated[str, typer.Argument(help="Likewise.")],
+    text: Annotated[str | None, typer.Option(help="The text; default: a sample of everything.")] = None,
+    file: Annotated[str | None, typer.Option(help="A UTF-8 file instead.")] = None,
+    html: Annotated[str | None, typer.Option(help="Also write a page there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print {chunks, coverage, quality}.")] = False,
+) -> None:
+    """Show which tokens of two tokenizers cover the same bytes."""
+    from spanwise.report.align_page import align_and_report
+
+    found = align_and_report(student, teacher, text=text, file=file, html=html, in_colour=not as_json)
+    if as_json:
+        print_json(found.as_json())
+
+
 recipes = typer.Typer(help="The recipes that come with Spanwise.", no_args_is_help=True)
 app.add_typer(recipes, name="recipes")
 

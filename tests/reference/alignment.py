@@ -23,6 +23,11 @@ def _traits(tokenizer: Any) -> tuple[bool, bool]:
     return '"ByteLevel"' in json.dumps(state["decoder"]), '"NFC"' in json.dumps(state["normalizer"])
 
 
+@cache
+def _added(tokenizer: Any) -> dict[int, Any]:
+    return tokenizer.added_tokens_decoder
+
+
 def is_nfc(tokenizer: Any) -> bool:
     return _traits(tokenizer)[1]
 
@@ -42,8 +47,8 @@ def _byte_letters() -> dict[str, int]:
 def piece_bytes(tokenizer: Any, token_id: int) -> bytes:
     """What one id spells."""
     piece = tokenizer.convert_ids_to_tokens(token_id)
-    if token_id in tokenizer.added_tokens_decoder:
-        special = tokenizer.added_tokens_decoder[token_id].special
+    if token_id in _added(tokenizer):
+        special = _added(tokenizer)[token_id].special
         return (piece if special or _traits(tokenizer)[0] else piece.replace("▁", " ")).encode()
     if _traits(tokenizer)[0]:
         return bytes(_byte_letters()[letter] for letter in piece)
@@ -73,7 +78,7 @@ def spans(tokenizer: Any, text: str, ids: list[int], leading: int = 0) -> list[S
             assert seen.replace(b"\xe2\x96\x81", b" ").startswith(content[1:]) or seen.startswith(content[1:], at)
             at += len(content) - 1
         found.append((start, at))
-        fresh = token_id in tokenizer.all_special_ids
+        fresh = token_id in _added(tokenizer) and _added(tokenizer)[token_id].special
     return found
 
 

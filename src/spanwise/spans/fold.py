@@ -203,7 +203,8 @@ def _finer(places: Positions, text: str, form: Literal["NFC", "NFKC"]) -> Positi
         columns = np.stack(
             [bounds[0][:-1] + low, bounds[0][1:] + low, bounds[1][:-1] + new_low, bounds[1][1:] + new_low]
         )
-        parts[unit] = columns
+        moved = [text[a:b] != whole[c - new_low : d - new_low] for a, b, c, d in columns.T.tolist()]
+        parts[unit] = columns[:, moved]
     return np.concatenate(parts, axis=1)
 
 
