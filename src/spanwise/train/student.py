@@ -79,8 +79,10 @@ def student_model(student: Student, tokenizer: Any) -> Any:
         return model
     fields = dict(student.peft)
     if student.embedding_learning_rate is not None:
-        embeddings = next(name for name, part in model.named_modules() if part is model.get_input_embeddings())
-        fields |= {"modules_to_save": [embeddings.split(".")[-1]], "ensure_weight_tying": True}
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        trained = [model.get_input_embeddings()] + ([] if tied else [model.get_output_embeddings()])
+        names = [name.split(".")[-1] for name, part in model.named_modules() if any(part is one for one in trained)]
+        fields |= {"modules_to_save": names, "ensure_weight_tying": tied}
     return with_adapters(model, fields)
 
 

@@ -1,0 +1,260 @@
+"""The trainer on real runs: the same numbers however a step is cut up, and whatever happened in between."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spanwise.train.recipe import RecipeError, parse_recipe
+from spanwise.train.run import train
+from spanwise.train.run_folder import checkpoints
+from spanwise.train.run_log import read_log
+from tests.train import runs
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    return runs.save_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+def losses(content, **options):
+    return train(parse_recipe(content), **options)["loss_per_step"]
+
+
+def test_a_run_ends_with_a_model_a_report_and_a_log(tmp_path, teacher):
+    result = train(parse_recipe(runs.recipe(tmp_path, teacher, eval_strategy="steps", eval_steps=2)))
+    folder = Path(result["output"])
+    assert len(result["loss_per_step"]) == 4
+    assert 0 < result["bits_per_byte"] < 10
+    log = read_log(folder / "log.jsonl")
+    steps = [entry for entry in log if entry["kind"] == "step"]
+    assert [entry["step"] for entry in steps] == [1, 2, 3, 4]
+    for entry in steps:
+        assert {"loss", "ce", "kd", "kd/0", "kd/0_count", "ce_count", "tokens_per_second", "grad_norm"} <= set(entry)
+        assert entry["loss"] == pytest.approx(entry["ce"] + entry["kd"], rel=1e-5)
+    page = (folder / "report.html").read_text()
+    assert "Terms, apart" in page
+    assert "http://" not in page
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer)
+    assert "prefix_kl" in (folder / "README.md").read_text()
+    assert not list(folder.rglob("training_args.bin"))
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_accumulation_gives_the_same_curve(tmp_path, teacher, packing):
+    def run(name, size, accumulation, packed):
+        content = runs.recipe(tmp_path / name, teacher)
+        content["data"]["packing"] = packed
+        content["train"] |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        return losses(content)
+
+    plain = run("plain", 4, 1, False)
+    torch.testing.assert_close(run("cut", 2, 2, packing), plain, rtol=2e-5, atol=1e-6)
+    if packing:
+        torch.testing.assert_close(run("packed", 4, 1, True), plain, rtol=2e-5, atol=1e-6)
+
+
+def test_two_processes_give_the_same_curve(tmp_path, teacher):
+    content = runs.recipe(tmp_path / "one", teacher)
+    one = losses(content)
+    content["output"] = str(tmp_path / "two" / "run")
+    content["train"]["per_device_train_batch_size"] = 2
+    path = runs.write(content, tmp_path / "two.yaml")
+    code = (
+        "import os, json; from spanwise.train.recipe import load_recipe; from spanwise.train.run import train\n"
+        f"result = train(load_recipe({str(path)!r}))\n"
+        f"open({str(tmp_path)!r} + '/rank' + os.environ['RANK'], 'w').write("
+        "json.dumps([os.getpid(), int(os.environ['WORLD_SIZE']), result['loss_per_step']]))\n"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert ranks[0][0] != ranks[1][0]
+    assert ranks[0][1] == ranks[1][1] == 2
+    for _, _, found in ranks:
+        torch.testing.assert_close(found, one, rtol=2e-5, atol=1e-6)
+
+
+def test_an_epoch_that_does_not_divide_counts_every_row_once(tmp_path, teacher):
+    path = tmp_path / "seven.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row number {i} of seven"}) + "\n" for i in range(7)))
+    content = runs.recipe(tmp_path, teacher, num_train_epochs=1)
+    del content["train"]["max_steps"]
+    content["data"] |= {"train": str(path)}
+    result = train(parse_recipe(content))
+    steps = [entry for entry in read_log(Path(result["output"]) / "log.jsonl") if entry["kind"] == "step"]
+    tokenizer = AutoTokenizer.from_pretrained(result["output"])
+    expected = sum(len(tokenizer(f"row number {i} of seven")["input_ids"]) - 1 for i in range(7))
+    assert len(steps) == 2
+    assert sum(entry["ce_count"] for entry in steps) == expected
+
+
+def start(content, path, *words):
+    command = runs.spanwise("train", str(runs.write(content, path)), *words)
+    return subprocess.Popen(command, env=runs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(folder, step, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        log = read_log(folder / "log.jsonl")
+        if any(entry["step"] >= step and entry["kind"] == "step" for entry in log):
+            return
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def with_dropout(tmp_path, teacher, steps=14):
+    content = runs.recipe(tmp_path, teacher, max_steps=steps, save_strategy="steps", save_steps=4)
+    content["student"]["model"] = runs.config(attention_dropout=0.2)
+    content["loss"] = {"dynamic": True}
+    return content
+
+
+def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, teacher):
+    whole = losses(with_dropout(tmp_path / "whole", teacher))
+    content = with_dropout(tmp_path / "killed", teacher)
+    folder = Path(content["output"])
+    folder.parent.mkdir(parents=True)
+    process = start(content, tmp_path / "killed.yaml")
+    wait_for_step(folder, 6, process)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert checkpoints(folder)
+    # What a kill in the middle of a checkpoint leaves behind must not be taken for one.
+    (folder / ".staging" / "checkpoint-99").mkdir(parents=True, exist_ok=True)
+    with pytest.raises(ValueError, match="--resume"):
+        losses(content)
+    continued = losses(content, resume=True)
+    assert continued == whole
+
+
+def test_sigterm_saves_and_exits_143(tmp_path, teacher):
+    content = with_dropout(tmp_path, teacher, steps=4000)
+    content["train"]["save_steps"] = 4000
+    folder = Path(content["output"])
+    process = start(content, tmp_path / "recipe.yaml")
+    wait_for_step(folder, 2, process)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert time.monotonic() - began < 30
+    saved = checkpoints(folder)
+    assert len(saved) == 1
+    assert int(saved[0].name.split("-")[1]) >= 2
+
+
+def test_resume_refuses_another_run_and_a_damaged_checkpoint(tmp_path, teacher):
+    content = runs.recipe(tmp_path, teacher, save_strategy="steps", save_steps=2)
+    train(parse_recipe(content))
+    with pytest.raises(RecipeError, match="with another seed"):
+        train(parse_recipe(content | {"seed": 3}), resume=True)
+    newest = checkpoints(Path(content["output"]))[-1]
+    (newest / "optimizer.pt").unlink()
+    with pytest.raises(ValueError, match=r"lacks optimizer\.pt"):
+        train(parse_recipe(content), resume=True)
+
+
+def test_dynamic_scaling_uses_the_step_before(tmp_path, teacher):
+    content = runs.recipe(tmp_path, teacher)
+    content["loss"] = {"dynamic": True}
+    result = train(parse_recipe(content))
+    steps = [entry for entry in read_log(Path(result["output"]) / "log.jsonl") if entry["kind"] == "step"]
+    assert steps[0]["dynamic_ratio"] == 1.0
+    for before, now in itertools.pairwise(steps):
+        assert now["dynamic_ratio"] == pytest.approx(before["ce"] / before["kd"], rel=1e-5)
+        assert now["loss"] == pytest.approx(now["ce"] + now["dynamic_ratio"] * now["kd"], rel=1e-5)
+
+
+def test_a_streamed_corpus_trains_and_groups_are_possible(tmp_path, teacher):
+    streamed = runs.recipe(tmp_path / "streamed", teacher)
+    streamed["data"]["stream"] = True
+    assert all(math.isfinite(loss) for loss in losses(streamed))
+    grouped = runs.recipe(tmp_path / "grouped", teacher, train_sampling_strategy="group_by_length")
+    assert all(math.isfinite(loss) for loss in losses(grouped))
+
+
+def test_several_teachers_of_several_families(tmp_path, teacher):
+    content = runs.recipe(tmp_path, teacher)
+    content["teachers"] = [
+        {"model": str(teacher), "loss": "prefix_kl", "weight": 0.5},
+        {"model": str(teacher), "loss": {"name": "alm", "reverse": True}},
+        {"model": str(teacher), "loss": {"name": "projected_kl", "vocab_topk": 64}},
+    ]
+    result = train(parse_recipe(content))
+    entry = read_log(Path(result["output"]) / "log.jsonl")[0]
+    assert entry["kd"] == pytest.approx(0.5 * entry["kd/0"] + entry["kd/1"] + entry["kd/2"], rel=1e-5)
+
+
+def test_an_adapted_student_learns_from_its_own_base(tmp_path):
+    tokenizer = runs.tiny_tokenizers.byte_level_bpe(400)
+    base = runs.save_teacher(tmp_path / "base", tokenizer)
+    content = runs.recipe(tmp_path)
+    content["student"] = {
+        "model": str(base),
+        "peft": {"r": 4, "target_modules": "all-linear"},
+        "embedding_learning_rate": 1e-4,
+        "merge": True,
+    }
+    content["teachers"] = [{"model": "base", "loss": "kl"}]
+    result = train(parse_recipe(content))
+    first = read_log(Path(result["output"]) / "log.jsonl")[0]
+    assert abs(first["kd"]) < 1e-5, "adapters begin as the identity, so base and student agree"
+    merged = AutoModelForCausalLM.from_pretrained(result["output"])
+    assert not hasattr(merged, "peft_config")
+
+
+def test_the_real_teacher_teaches(tmp_path):
+    """SmolLM2-135M: the loss falls, and the run says what the teacher contributed."""
+    content = runs.recipe(tmp_path, "builtin:smollm2", max_steps=3, per_device_train_batch_size=2)
+    content["teachers"][0]["dtype"] = "bfloat16"
+    content["train"]["learning_rate"] = 1e-2
+    result = train(parse_recipe(content))
+    steps = [entry for entry in read_log(Path(result["output"]) / "log.jsonl") if entry["kind"] == "step"]
+    assert steps[-1]["ce"] < steps[0]["ce"]
+    assert all(entry["kd/0"] > 0 and entry["kd/0_count"] > 0 for entry in steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"student": {"model": runs.config(100), "tokenizer": {"vocab_size": 400}}}, "head scores 100 tokens"),
+        ({"teachers": [{"model": "base", "loss": "kl"}]}, "expected student.peft"),
+        ({"teachers": [{"model": "TEACHER", "loss": "kl"}]}, "another tokenizer than the student"),
+        ({"student": {"model": "nowhere/at-all"}}, "no tokenizer could be loaded"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_step(tmp_path, teacher, change, words):
+    content = runs.recipe(tmp_path) | change
+    for section in content["teachers"]:
+        section["model"] = section["model"].replace("TEACHER", str(teacher))
+    with pytest.raises(ValueError, match=words):
+        train(parse_recipe(content))
+
+
+def test_the_command_prints_one_object(tmp_path, teacher):
+    path = runs.write(runs.recipe(tmp_path, teacher), tmp_path / "recipe.yaml")
+    done = runs.run_command("train", str(path), "train.max_steps=2", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert {"loss_per_step", "bits_per_byte", "output", "report"} <= set(result)
+    again = runs.run_command("train", str(path), "--json")
+    assert again.returncode == 2
+    assert "not empty" in json.loads(again.stdout)["error"]
