@@ -121,7 +121,9 @@ class TeacherTerm:
             # It reads one log-probability per token, at temperature 1; the loss applies its own.
             return request_from_batch(batch, self.prefix, statistics=True, top_k=1)
         top_k = 64 if self.family.top_k is None and name == "prefix_kl" else self.family.top_k
-        return request_from_batch(batch, self.prefix, temperature=self.temperature, top_k=top_k)
+        # Prefix KL also reads the observed token, which top-k may have left out.
+        seen = name == "prefix_kl"
+        return request_from_batch(batch, self.prefix, temperature=self.temperature, top_k=top_k, statistics=seen)
 
     def loss(self, logits: Tensor, scores: TeacherScores, batch: Mapping[str, Any], scale: float) -> LossParts:
         """The term's parts."""
