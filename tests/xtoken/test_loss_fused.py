@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spanwise.teachers.scores import TeacherScores
+from spanwise.xtoken.alignment import AlignmentBatch
 from spanwise.xtoken.losses import (
     CrossEntropyRows,
     Head,
@@ -144,7 +145,9 @@ def test_no_tensor_of_all_rows_by_vocabulary(which: str, monkeypatch) -> None:
     y = torch.randn(1, rows, teachers, generator=g)
     ids = torch.randint(0, teachers, (students, 4), generator=g)
     projection = Projection(ids, torch.rand(students, 4, generator=g), teachers)
-    alignment = random_alignment(1, rows, rows, 60, g)
+    chunk = torch.cat([torch.tensor([-1]), torch.arange(rows - 1) * 3 // 4])[None]
+    pairs, nothing = torch.ones(1, 48, dtype=torch.bool), torch.zeros(1, rows, dtype=torch.bool)
+    alignment = AlignmentBatch(pairs, pairs, nothing, nothing, chunk, chunk, torch.tensor([48]))
     plan, scores = plan_chunks(alignment), TeacherScores(logits=y)
     make = projected_rows if which == "projected" else gold_rows
     plain = projected_kl if which == "projected" else gold
@@ -155,7 +158,7 @@ def test_no_tensor_of_all_rows_by_vocabulary(which: str, monkeypatch) -> None:
     # A tile holds 8 rows, or one whole chunk.
     tile = max(8, int(plan.student.sizes.max()))
     assert seen.largest <= tile * teachers
-    assert len(plan.student.rows) > 2 * tile
+    assert len(plan.student.rows) == 64 > 2 * tile
     got = gradients(total, hidden, head)
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
     for one, other in zip(got, wanted, strict=True):

@@ -46,9 +46,10 @@ def fused(hidden: Float[Tensor, "B S H"], head: Head, loss: RowLoss) -> Float[Te
         )
     if not len(loss.rows):
         parameters = [t for t in (head.weight, head.bias, head.lora_a, head.lora_b) if t is not None]
-        return nothing_counted(hidden, *parameters)
+        return nothing_counted(hidden, *parameters).to(torch.promote_types(hidden.dtype, torch.float32))
     tensors = (hidden, head.weight, head.bias, head.lora_a, head.lora_b)
-    total: Tensor = cast("Any", _OverHead).apply(*tensors, head, loss)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors]
+    total: Tensor = cast("Any", _OverHead).apply(*tensors, head, loss, wanted)
     return total
 
 
@@ -119,13 +120,12 @@ class _OverHead(torch.autograd.Function):
     @staticmethod
     @override
     def forward(*arguments: Any, **_: Any) -> Tensor:
-        ctx, hidden, weight, bias, lora_a, lora_b, head, loss = arguments
+        ctx, hidden, weight, bias, lora_a, lora_b, head, loss, wanted = arguments
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         device = flat.device.type
         product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         tensors = [None if t is None else t.detach() for t in (weight, bias, lora_a, lora_b)]
         work = _HeadPass(flat.to(product), [None if t is None else t.to(product) for t in tensors], head, loss)
-        wanted = list(ctx.needs_input_grad[:5])
         with torch.no_grad(), torch.autocast(device, enabled=False):
             total = work.run(wanted)
         shapes = [hidden, weight, bias, lora_a, lora_b]
@@ -142,7 +142,7 @@ class _OverHead(torch.autograd.Function):
         gradients = ctx.gradients
         if float(grad_output) != 1.0:
             gradients = [None if g is None else g * grad_output.to(g.dtype) for g in gradients]
-        return (*gradients, None, None)
+        return (*gradients, None, None, None)
 
 
 class _HeadPass:

@@ -102,14 +102,16 @@ def over_logits(student_logits: Float[Tensor, "B S Vh"], loss: RowLoss, *, inpla
             "spanwise project build STUDENT TEACHER -o FILE, or resize the model's embeddings."
         )
     if not len(loss.rows):
-        return nothing_counted(student_logits)
+        return nothing_counted(student_logits).to(torch.promote_types(student_logits.dtype, torch.float32))
     if inplace and loss.repeats:
         raise ValueError(
             "an in-place gradient was asked of a loss that reads rows twice (ALM with debiasing); expected one "
             "reading. The "
             "first would overwrite what the second needs. Fix: pass inplace=False."
         )
-    total: Tensor = cast("Any", _OverLogits).apply(student_logits, loss, inplace)
+    # Inside forward() grad mode is off and needs_input_grad is set all the same, so it is asked here.
+    wanted = torch.is_grad_enabled() and student_logits.requires_grad
+    total: Tensor = cast("Any", _OverLogits).apply(student_logits, loss, inplace, wanted)
     return total
 
 
@@ -119,8 +121,7 @@ class _OverLogits(torch.autograd.Function):
     @staticmethod
     @override
     def forward(*arguments: Any, **_: Any) -> Tensor:
-        ctx, logits, loss, inplace = cast("tuple[Any, Tensor, RowLoss, bool]", arguments)
-        wanted = bool(ctx.needs_input_grad[0])
+        ctx, logits, loss, inplace, wanted = cast("tuple[Any, Tensor, RowLoss, bool, bool]", arguments)
         gradient = None
         if wanted:
             gradient = logits.detach() if inplace else _empty_gradient(logits, loss)
@@ -149,7 +150,7 @@ class _OverLogits(torch.autograd.Function):
         gradient: Tensor = ctx.gradient
         if float(grad_output) != 1.0:
             gradient = gradient * grad_output.to(gradient.dtype)
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 def _empty_gradient(logits: Tensor, loss: RowLoss) -> Tensor:
