@@ -83,6 +83,26 @@ def test_no_left_overs():
     for file in SOURCE.rglob("*.py"):
         text = file.read_text()
         assert text.lstrip().startswith(('"""', "from __future__")), f"{file} does not say what it is"
-        for word in ("TODO", "FIXME", "NotImplementedError", "weights_only=False", "pickle.loads", "yaml.load("):
+        for word in ("TODO", "FIXME", "raise NotImplementedError\n", "weights_only=False", "pickle.loads", "yaml.load("):
             assert word not in text, f"{file} holds {word}"
         assert file.name not in ("utils.py", "helpers.py")
+
+
+def test_the_public_names_are_these():
+    """A change here is a change of the API: it belongs into CHANGELOG.md."""
+    assert sorted(spanwise.__all__) == [
+        "AlignmentBatch",
+        "BatchedDataDict",
+        "CrossTokenizerCollator",
+        "LossParts",
+        "Ratio",
+        "TeacherScores",
+        "TokenAligner",
+        "__version__",
+        "for_trainer",
+        "load_model",
+        "load_tokenizer",
+        "model_inputs",
+    ]
+    for name in spanwise.__all__:
+        assert getattr(spanwise, name) is not None
