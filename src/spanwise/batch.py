@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,17 @@ def _is_jagged(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_nested
 
 
+def _nest(rows: list[Tensor], like: Any) -> Tensor:
+    """Rows as a jagged tensor, with their graph; no rows give an empty one of ``like``'s dtype and tail."""
+    lengths = [row.shape[0] for row in rows]
+    values = torch.cat(rows) if rows else like.values()[:0]
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int64).to(values.device)
+    nested: Tensor = torch.nested.nested_tensor_from_jagged(
+        values, offsets=offsets, min_seqlen=min(lengths, default=0), max_seqlen=max(lengths, default=0)
+    )
+    return nested
+
+
 def _take(column: Any, rows: list[int]) -> Any:
     if isinstance(column, list):
         return [column[row] for row in rows]
@@ -147,7 +159,7 @@ def _take(column: Any, rows: list[int]) -> Any:
         return column[rows]
     if _is_jagged(column):
         every = column.unbind()
-        return torch.nested.nested_tensor([every[row] for row in rows], layout=torch.jagged)
+        return _nest([every[row] for row in rows], column)
     return column[torch.as_tensor(rows, dtype=torch.long, device=column.device)]
 
 
@@ -166,7 +178,7 @@ def _join(key: str, columns: list[Any], pad_values: Mapping[str, int | float]) -
         return np.concatenate(columns)
     if any(_is_jagged(column) for column in columns):
         rows = [row for column in columns for row in column.unbind()]
-        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return _nest(rows, first)
     if len({column.shape[1:] for column in columns}) == 1:
         return torch.cat(columns)
     if key not in pad_values or len({(column.ndim, *column.shape[2:]) for column in columns}) != 1:

@@ -29,7 +29,7 @@ from spanwise.dataplane.frame_format import (
     write_prefix,
 )
 from spanwise.dataplane.objects import encode_object
-from spanwise.dataplane.ragged import byte_view, plain, span_slices
+from spanwise.dataplane.ragged import byte_view, plain, span_slices, write_pieces
 from spanwise.dataplane.schema import DTYPE_NAMES, DTYPES
 
 Pieces = list[memoryview]
@@ -117,11 +117,7 @@ class FrameWriter:
 
     def write_into(self, buffer: Any) -> None:
         """The frame at the start of a writable buffer of at least ``nbytes``."""
-        target = memoryview(buffer).cast("B")
-        position = 0
-        for piece in (self.head, *self.pieces):
-            target[position : position + len(piece)] = piece
-            position += len(piece)
+        write_pieces(buffer, [self.head, *self.pieces])
 
     def _build(self) -> bytes:
         placed = [(name, *self._place(name, column)) for name, column in self.tensors.items()]

@@ -134,27 +134,31 @@ class Ledger:
     def check_put(self, name: str, ids: Sequence[str], fields: Sequence[Field], on_conflict: str) -> int:
         """How many of the ids are new. Raises where the put contradicts the partition."""
         partition = self.partition(name)
+        self.check_schemas(name, fields)
+        names = {column.name for column in fields}
+        if on_conflict == "error":
+            refuse_conflict(
+                name, [s for s in ids if s in partition.samples and names & partition.samples[s].cells.keys()]
+            )
+        entering = [s for s in ids if s not in partition.samples and s not in partition.cleared]
+        self.check_room(name, len(partition.samples) + len(partition.cleared), len(entering))
+        return sum(1 for s in ids if s not in partition.samples)
+
+    def check_schemas(self, name: str, fields: Sequence[Field]) -> None:
+        """SchemaMismatch where a column contradicts its field."""
+        partition = self.partition(name)
         for column in fields:
             self._check_schema(name, partition, column)
-        if on_conflict == "error":
-            held = [
-                s for s in ids if s in partition.samples and any(f.name in partition.samples[s].cells for f in fields)
-            ]
-            if held:
-                raise SampleConflict(
-                    f"samples {few(held)} of partition '{name}' already have some of the fields "
-                    f"{few(column.name for column in fields)}; on_conflict='error' expects new ones. A producer was "
-                    "probably restarted. Fix: pass on_conflict='replace' to overwrite them."
-                )
-        entering = [s for s in ids if s not in partition.samples and s not in partition.cleared]
-        known = len(partition.samples) + len(partition.cleared)
-        if known + len(entering) > partition.num_samples:
+
+    def check_room(self, name: str, known: int, entering: int) -> None:
+        """CapacityExceeded when more samples come than the partition was registered for."""
+        partition = self.partition(name)
+        if known + entering > partition.num_samples:
             raise CapacityExceeded(
                 f"partition '{name}' was registered for {partition.num_samples} samples and has had {known}; the put "
-                f"brings {len(entering)} more. num_samples was probably computed without the repeats per prompt. "
+                f"brings {entering} more. num_samples was probably computed without the repeats per prompt. "
                 "Fix: register the true number."
             )
-        return sum(1 for s in ids if s not in partition.samples)
 
     def check_cells(self, name: str, ids: Sequence[str], fields: Sequence[str]) -> list[Sample]:
         """The samples, all of whose named fields are there."""
@@ -348,3 +352,13 @@ class Ledger:
                 f"{given}. Another producer probably casts or pads it differently. Fix: cast it, and pack ragged "
                 "columns with pack_jagged_fields before every put."
             )
+
+
+def refuse_conflict(name: str, held: Sequence[str]) -> None:
+    """SampleConflict when there are samples that hold some of the fields already."""
+    if held:
+        raise SampleConflict(
+            f"samples {few(held)} of partition '{name}' already have some of the fields of this put; "
+            "on_conflict='error' expects new ones. A producer was probably restarted. "
+            "Fix: pass on_conflict='replace' to overwrite them."
+        )

@@ -12,6 +12,7 @@ were cleared, so that every process agrees on them.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import uuid
@@ -42,7 +43,7 @@ from spanwise.dataplane.errors import (
 )
 from spanwise.dataplane.frame_writer import FrameWriter
 from spanwise.dataplane.frames import decode_frame
-from spanwise.dataplane.ledger import Ledger, Sample
+from spanwise.dataplane.ledger import Ledger, Sample, refuse_conflict
 from spanwise.dataplane.meta import BatchMeta
 from spanwise.dataplane.objects import encode_object
 from spanwise.dataplane.ragged import tensor_over
@@ -216,7 +217,10 @@ class TransferQueueClient:
         while True:
             meta = self._fetch(partition, task, fields, batch_size, deadline)
             if meta is None:
-                meta = self._fetch_fewer(registration, partition, task, fields, batch_size, least, deadline)
+                try:
+                    meta = self._fetch_fewer(registration, partition, task, fields, batch_size, least, deadline)
+                except GetTimeout as late:
+                    raise ClaimTimeout(f"a claim of task '{task}' on partition '{partition}': {late}") from late
             if meta is not None:
                 keys = self._call(
                     lambda q, found=meta: q.kv_retrieve_keys(list(found.global_indexes), partition),
@@ -352,18 +356,27 @@ class TransferQueueClient:
         on_conflict: str,
         deadline: float,
     ) -> set[str]:
-        """The keys that are there; raises where the put contradicts the partition, as the ledger does elsewhere."""
+        """Those of the ids that are there; raises where the put contradicts the partition, as the ledger does."""
         if any(not registration.ledger.partition(partition).fields.get(s.name, s).known for s in schemas):
             registration = self._registration(partition, deadline, fresh=True)
-        present = self._known_keys(partition, None, deadline)
-        entry = registration.ledger.partition(partition)
-        entry.samples = {name: Sample() for name in present}
-        entry.cleared -= present
+        registration.ledger.check_schemas(partition, schemas)
+        task = next(iter(registration.ledger.partition(partition).cursors), "spanwise")
+        known = len(self._consumed(partition, task, deadline)[0])
+        present: set[str] = set()
+        if known:
+            meta = self._call(lambda q: q.kv_retrieve_meta(ids, partition, create=False), deadline, PutTimeout)
+            indexes = list(meta.global_indexes)
+            if indexes:
+                present = set(self._call(lambda q: q.kv_retrieve_keys(indexes, partition), deadline, PutTimeout))
+        entering = len(ids) - len(present)
+        if known + entering + len(registration.ledger.partition(partition).cleared) > registration.num_samples:
+            gone = {key.removeprefix(CLEARED) for key in self._registry_keys(partition, CLEARED, deadline)}
+            entering = len(set(ids) - present - gone)
+            known += len(gone - self._known_keys(partition, None, deadline)) if gone else 0
+        registration.ledger.check_room(partition, known, entering)
         if on_conflict == "error":
-            for column in schemas:
-                for name in self._produced(partition, column.name, ids, deadline):
-                    entry.samples[name].cells[column.name] = ("", 0)
-        registration.ledger.check_put(partition, ids, schemas, on_conflict)
+            held = {name for column in schemas for name in self._produced(partition, column.name, ids, deadline)}
+            refuse_conflict(partition, sorted(held))
         return present
 
     # ---- the queue -------------------------------------------------------------------------------------------------
@@ -464,8 +477,12 @@ class TransferQueueClient:
         place = FRAMES + partition
         slot = self._call(lambda q: q.kv_retrieve_meta([key], place, create=True), deadline, PutTimeout)
         try:
-            self._call(lambda q: q.put(TensorDict({"frame": data}, batch_size=[1]), slot), deadline, PutTimeout)
-            self._call(lambda q: q.set_custom_meta(meta), deadline, PutTimeout)
+            column = TensorDict({"frame": data}, batch_size=[1])
+
+            async def data_and_tags(q: Any) -> None:
+                await asyncio.gather(q.storage_manager.put_data(column, slot), q.async_set_custom_meta(meta))
+
+            self._call(lambda q: q._run_coroutine(data_and_tags(q)), deadline, PutTimeout)
             marks = {
                 entry.name: {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}
                 for entry in schemas
