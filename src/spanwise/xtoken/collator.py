@@ -9,9 +9,9 @@ Shapes: B rows, S student length, T teacher length, P pairs, D documents (B of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -67,7 +67,7 @@ class CrossTokenizerCollator:
         aligners: Sequence[Any] | None = None,
         ctx_length_teachers: Sequence[int] | None = None,
         make_seq_div_by_teachers: Sequence[int] | None = None,
-        padding: Literal["context", "longest"] = "context",
+        padding: str = "context",
         packing: bool = False,
         append_eos: bool = False,
         byte_offsets: bool = False,
@@ -129,7 +129,7 @@ class CrossTokenizerCollator:
                     "Fix: TokenAligner(…, byte_offsets=True)."
                 )
 
-    def __call__(self, batch: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
+    def __call__(self, batch: Sequence[Any]) -> BatchedDataDict:
         """Collate rows (see :func:`spanwise.xtoken.rows.read_row` for their kinds)."""
         if not batch:
             raise ValueError(

@@ -8,7 +8,7 @@ Sides: 0 is the student, 1… the teachers that have tokens of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ class Reader:
         """Without the profiles, which are views of the tables."""
         return self.__dict__ | {"_profiles": {}}
 
-    def read(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded]:
+    def read(self, rows: Sequence[Any]) -> list[Encoded]:
         """All documents of a batch, in order."""
         documents = [read_row(row, place, self._spell) for place, row in enumerate(rows)]
         plain = [place for place, document in enumerate(documents) if document.messages is None]

@@ -36,7 +36,7 @@ class Document:
     index: Any
 
 
-def read_row(row: Mapping[str, Any], place: int, spell: Callable[[Sequence[int], int], str]) -> Document:
+def read_row(row: Any, place: int, spell: Callable[[Sequence[int], int], str]) -> Document:
     """Read one row. ``spell`` turns a student's ids into their text (and refuses what is none)."""
     if not isinstance(row, Mapping):
         raise ValueError(
