@@ -1,7 +1,8 @@
 """Alignment against tokenization: the figures that the aligner is held to.
 
-One thread, medians, both sides interleaved in one run. The floor is tokenizing the same texts with both tokenizers,
-which a collator has to do anyway. The peer is a dynamic program over canonicalised token strings, written here.
+One thread, medians of CPU time, both sides interleaved in one run. The floor is tokenizing the same texts with both
+tokenizers, which a collator has to do anyway. The peer is a dynamic program over canonicalised token strings, written
+here.
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ def medians(first: Callable[[], object], second: Callable[[], object], rounds: i
     times: tuple[list[float], list[float]] = ([], [])
     for turn in range(rounds + 2):
         for job, seen in zip((first, second), times, strict=True):
-            begin = time.perf_counter()
+            begin = time.process_time()
             job()
             if turn >= 2:
-                seen.append(1e3 * (time.perf_counter() - begin))
+                seen.append(1e3 * (time.process_time() - begin))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
@@ -113,9 +114,9 @@ def against_strings(pair: Pair) -> dict[str, object]:
     text = PROSE[: BYTES // 8]
     (student,), (teacher,) = pair.tokenize([text])
     left, right = pair.student.convert_ids_to_tokens(student), pair.teacher.convert_ids_to_tokens(teacher)
-    begin = time.perf_counter()
+    begin = time.process_time()
     string_aligner(left, right)
-    slow = 1e3 * (time.perf_counter() - begin)
+    slow = 1e3 * (time.process_time() - begin)
     ids: Inputs = torch.tensor([student]), torch.tensor([teacher]), {}
     fast, _ = medians(partial(pair.align, ids), partial(pair.align, ids), 5)
     context = f"one row of {len(student)} tokens: {slow:.0f} ms against {fast:.2f} ms; grows with the length"

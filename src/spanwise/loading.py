@@ -102,7 +102,8 @@ def _auto_tokenizer(source: str | os.PathLike[str], **options: Any) -> PreTraine
     from transformers import AutoTokenizer
 
     loader: Any = AutoTokenizer  # its annotations admit None, which it never returns
-    tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(source), **options)
+    # Left open, a folder that names code of its own would stop and ask on the terminal.
+    tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(str(source), trust_remote_code=False, **options)
     return tokenizer
 
 

@@ -1,9 +1,8 @@
 """What two streams still have in common when no canonical form makes them equal.
 
-The streams are matched where nothing else can be meant: windows of ``ANCHOR`` bytes that occur exactly once in each
-and in the same order on both, extended in both directions while the bytes agree. Where a piece extended forwards meets
-the next one extended backwards, the cut between them could lie anywhere in the overlap, so the overlap belongs to
-neither. Blocks keep away from the characters at their edges. All of it is sorting and comparing: O(N log N).
+The streams are matched where nothing else can be meant: along windows of ``ANCHOR`` bytes that occur exactly once in
+each and in the same order on both. Where a run of such windows ends, the bytes may go on agreeing by accident, so a
+window's length at either edge is not believed. All of it is sorting and comparing: O(N log N).
 
 Shapes: N bytes of one stream, M of the other, K matched blocks.
 """
@@ -21,8 +20,8 @@ Positions = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 ANCHOR = 16
-# The shortest block that is believed: an anchor and as much again.
-SHORTEST = 32
+# The shortest block that is believed beyond the windows at its edges.
+SHORTEST = 16
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,9 @@ class Blocks:
 
 
 def matched_blocks(student: bytes, teacher: bytes) -> Blocks:
-    """Blocks of bytes that the two streams certainly share.
-
-    The common beginning counts as one, since both streams start where the text does; so do anchored blocks after it.
-    """
+    """Blocks of bytes that the two streams certainly share."""
     left, right = np.frombuffer(student, dtype=np.uint8), np.frombuffer(teacher, dtype=np.uint8)
-    runs = [(0, 0, common_prefix(student, teacher))]
-    for x, y in _anchors(left, right):
-        last_x, last_y, size = runs[-1]
-        if x + ANCHOR <= last_x + size and x - y == last_x - last_y:
-            continue  # inside the run that is already there
-        back = _agreeing_backwards(left[:x], right[:y])
-        ahead = common_prefix(student[x:], teacher[y:])
-        runs.append((x - back, y - back, back + ahead))
-    blocks = [_trimmed(student, run) for run in _disjoint(runs)]
+    blocks = [_believed(student, teacher, run) for run in _runs(left, right)]
     kept = np.array([block for block in blocks if block[2] > 0], dtype=np.int64).reshape(-1, 3)
     return Blocks(kept[:, 0], kept[:, 1], kept[:, 2])
 
@@ -66,36 +54,45 @@ def common_prefix(first: bytes, second: bytes) -> int:
     return int(np.argmax(a != b))
 
 
-def _agreeing_backwards(left: Bytes, right: Bytes) -> int:
-    size = min(len(left), len(right))
-    if not size:
-        return 0
-    differs = left[len(left) - size :][::-1] != right[len(right) - size :][::-1]
-    return int(np.argmax(differs)) if differs.any() else size
+def _runs(left: Bytes, right: Bytes) -> list[tuple[int, int, int]]:
+    """Maximal runs of anchors over agreeing bytes: first and last anchor of the student, shift to the teacher."""
+    x, y = _anchors(left, right)
+    if not len(x):
+        return []
+    runs: list[tuple[int, int, int]] = []
+    new = np.ones(len(x), dtype=bool)
+    new[1:] = (np.diff(x) > 1) | (np.diff(x) != np.diff(y))
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(x)) - 1
+    for begin, end, shift in zip(x[first].tolist(), x[last].tolist(), (y - x)[first].tolist(), strict=True):
+        if runs and runs[-1][2] == shift:
+            before = runs[-1][1]
+            if np.array_equal(left[before:begin], right[before + shift : begin + shift]):
+                runs[-1] = (runs[-1][0], end, shift)
+                continue
+        runs.append((begin, end, shift))
+    return runs
 
 
-def _anchors(left: Bytes, right: Bytes) -> list[tuple[int, int]]:
-    """Positions of windows that occur once in each stream, in one increasing order on both, one per run."""
+def _anchors(left: Bytes, right: Bytes) -> tuple[Positions, Positions]:
+    """Where windows lie that occur once in each stream, in one increasing order on both."""
     mine, mine_at = _once(left)
     theirs, theirs_at = _once(right)
     _, i, j = np.intersect1d(mine, theirs, assume_unique=True, return_indices=True)
     order = np.argsort(mine_at[i])
     x, y = mine_at[i][order], theirs_at[j][order]
     if not len(x):
-        return []
+        return x, y
     same = np.lib.stride_tricks.sliding_window_view(left, ANCHOR)[x]
     equal = (same == np.lib.stride_tricks.sliding_window_view(right, ANCHOR)[y]).all(axis=1)
     x, y = x[equal], y[equal]
     if not len(x):
-        return []
+        return x, y
     # Anchors that cross others prove that text was moved or lost and repeated: none of a crossing is believed.
     highest_before = np.concatenate([[-1], np.maximum.accumulate(y)[:-1]])
     lowest_after = np.concatenate([np.minimum.accumulate(y[::-1])[::-1][1:], [np.iinfo(np.int64).max]])
     straight = (y > highest_before) & (y < lowest_after)
-    x, y = x[straight], y[straight]
-    first = np.ones(len(x), dtype=bool)
-    first[1:] = (np.diff(x) != np.diff(y)) | (np.diff(x) > 1)
-    return list(zip(x[first].tolist(), y[first].tolist(), strict=True))
+    return x[straight], y[straight]
 
 
 def _once(stream: Bytes) -> tuple[npt.NDArray[np.uint64], Positions]:
@@ -110,40 +107,27 @@ def _once(stream: Bytes) -> tuple[npt.NDArray[np.uint64], Positions]:
     return values[counts == 1], where[counts == 1].astype(np.int64)
 
 
-def _disjoint(runs: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Runs without what two neighbours both claim on either side."""
-    cut = [list(run) for run in runs]
-    for (x, y, size), (next_x, next_y, _), mine, following in zip(runs, runs[1:], cut, cut[1:], strict=False):
-        overlap = max(x + size - next_x, y + size - next_y, 0)
-        if overlap:
-            mine[2] -= overlap
-            for side in (0, 1):
-                following[side] += overlap
-            following[2] -= overlap
-    ordered: list[tuple[int, int, int]] = []
-    for x, y, size in cut:
-        if size > 0 and (
-            not ordered or (x >= ordered[-1][0] + ordered[-1][2] and y >= ordered[-1][1] + ordered[-1][2])
-        ):
-            ordered.append((x, y, size))
-    return ordered
+def _believed(student: bytes, teacher: bytes, run: tuple[int, int, int]) -> tuple[int, int, int]:
+    """What is certain of a run of anchors: start on both sides, and length; 0 where too little is.
+
+    The bytes just inside an edge may agree by accident: what was lost there may begin as its successor does. An
+    accident as long as a window would repeat the window, which occurs once; so a window's length at either edge is
+    given up, and the units there with it. Nothing can be lost before a run that agrees from the very start.
+    """
+    first, last, shift = run
+    from_start = shift == 0 and student[:first] == teacher[:first]
+    x, end = (0, last) if from_start else (first + ANCHOR, last)
+    text = student[x:end].decode("utf-8", "surrogateescape")
+    low, high = 0 if from_start else 1, len(text) - 1
+    while low < high and _is_loose(text[low]):
+        low += 1
+    while high > low and _is_loose(text[high]):
+        high -= 1
+    before = len(text[:low].encode("utf-8", "surrogateescape"))
+    length = len(text[low:high].encode("utf-8", "surrogateescape")) if high > low else 0
+    return x + before, x + before + shift, length if from_start or length >= SHORTEST else 0
 
 
-def _trimmed(student: bytes, run: tuple[int, int, int]) -> tuple[int, int, int]:
-    """A run without the units at its edges, which something just outside may have changed."""
-    x, y, size = run
-    piece = student[x : x + size]
-    text = piece.decode("utf-8", "surrogateescape")
-    first, last = (0 if x == 0 and y == 0 else 1), len(text)
-    joins = joins_what_precedes()
-    loose = [ord(character) for character in text[:64]]
-    while first < len(loose) and (joins[loose[first]] or 0xDC80 <= loose[first] <= 0xDCFF):
-        first += 1
-    while last > 0 and (joins[ord(text[last - 1])] or 0xDC80 <= ord(text[last - 1]) <= 0xDCFF):
-        last -= 1
-    last -= 1
-    start = len(text[:first].encode("utf-8", "surrogateescape"))
-    length = len(text[first:last].encode("utf-8", "surrogateescape")) if last > first else 0
-    if (x or y) and length < SHORTEST:
-        length = 0
-    return x + start, y + start, length
+def _is_loose(character: str) -> bool:
+    """The character belongs to what precedes it, or is a stray byte."""
+    return bool(joins_what_precedes()[ord(character)]) or 0xDC80 <= ord(character) <= 0xDCFF
