@@ -95,9 +95,7 @@ def test_a_wider_head_is_cut_before_the_softmax():
     with torch.no_grad():
         wide.load_state_dict(
             {
-                name: torch.cat([value, torch.full((64, value.shape[1]), 9.0)])
-                if "embed" in name or "lm_head" in name
-                else value
+                name: torch.cat([value, torch.full((64, value.shape[1]), 9.0)]) if name in tables else value
                 for name, value in narrow.state_dict().items()
             }
         )
