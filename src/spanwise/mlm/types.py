@@ -11,15 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-class Tokenizer(Protocol):
-    """What this room asks of a tokenizer; every one of transformers answers."""
-
-    pad_token_id: int | None
-    mask_token_id: int | None
-
-    def __len__(self) -> int: ...
-
-
 class MLMBatch(TypedDict, total=False):
     """What a training collator returns (as a BatchedDataDict with these keys).
 

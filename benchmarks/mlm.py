@@ -1,0 +1,284 @@
+"""Masked language models against the reference (xlm-core, xlm-models 0.3.1) and transformers' BERT and ModernBERT.
+
+Run: .venv/bin/python benchmarks/mlm.py [--quick]
+
+Both sides run interleaved with one thread, timed in seconds of CPU; the reference lives in a process and a virtual
+environment of its own, made once under the cache folder. Memory is the peak of resident memory beyond weights and
+gradients. --quick leaves out generation and sudoku.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import torch
+from mlm_reference import HEADS, LAYERS, MASK, VOCABULARY, WIDTH, measured_step, seeded_batch
+from record import record
+
+from spanwise.loading import cache_dir
+from spanwise.mlm import DefaultMLMCollator, MLMLoss, MLMPredictor, RotaryTransformerMLMModel, nelbo
+
+PINNED = ["torch==2.13.0", "xlm-core==0.3.1", "xlm-models==0.3.1"]
+STEPS, REPEATS = 3, 1
+
+
+class IdTokenizer:
+    """What loss and predictor ask of a tokenizer."""
+
+    mask_token_id, pad_token_id = MASK, 0
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def batch_decode(self, ids: torch.Tensor, **_: object) -> list[str]:
+        return [""] * len(ids)
+
+
+class ReferenceProcess:
+    """The reference in its own interpreter, asked line by line."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            # -P: the package of the reference is called mlm, as the script beside it.
+            [reference_python(), "-P", str(Path(__file__).with_name("mlm_reference.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        """One command, one answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """End it."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def reference_python() -> str:
+    """The interpreter of the reference's virtual environment, which is made when missing (about a minute)."""
+    folder = cache_dir() / "peers" / "xlm"
+    if not (folder / ".done").is_file():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(folder / "bin" / "pip"), "install", "-q", *PINNED], check=True)
+        (folder / ".done").touch()
+    return str(folder / "bin" / "python")
+
+
+def our_model(dropout: float = 0.0) -> RotaryTransformerMLMModel:
+    torch.manual_seed(0)
+    return RotaryTransformerMLMModel(VOCABULARY, WIDTH, LAYERS, HEADS, max_length=192, dropout=dropout)
+
+
+def hugging_face_models() -> dict[str, Any]:
+    from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
+
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "pad_token_id": 0,
+    }  # fmt: skip
+    special = {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+    modern = ModernBertConfig(**sizes, **special, attn_implementation="sdpa")
+    return {"BERT": BertForMaskedLM(BertConfig(**sizes)), "ModernBERT": ModernBertForMaskedLM(modern)}
+
+
+def our_step(loss: MLMLoss, batch: dict[str, Any]) -> torch.Tensor:
+    return loss(batch)["loss"]
+
+
+def their_step(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    return model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")}).loss
+
+
+def training(reference: ReferenceProcess) -> list[dict[str, Any]]:
+    """Seconds and memory of a training step, all sides in turn."""
+    model, plain = our_model(dropout=0.1).train(), our_model().train()
+    losses = {0.1: MLMLoss(model=model, tokenizer=IdTokenizer()), 0.0: MLMLoss(model=plain, tokenizer=IdTokenizer())}
+    others = {name: other.train() for name, other in hugging_face_models().items()}
+    seconds: dict[str, list[float]] = {}
+    megabytes: dict[str, list[float]] = {}
+
+    def note(name: str, found: tuple[float, float], step: int) -> None:
+        if step:  # the first of each side warms up
+            seconds.setdefault(name, []).append(found[0])
+            megabytes.setdefault(name, []).append(found[1])
+
+    for step in range(STEPS + 1):
+        ids, targets, real = seeded_batch(step)
+        batch = {"input_ids": ids, "target_ids": targets, "attention_mask": real.long()}
+        for dropout, loss in losses.items():
+            answer = reference.ask(do="train", seed=step, dropout=dropout)
+            note(f"reference {dropout}", (answer["seconds"], answer["megabytes"]), step)
+            note(f"ours {dropout}", measured_step(loss.model, partial(our_step, loss, batch)), step)
+        labels = targets.masked_fill(ids != MASK, -100)
+        for name, other in others.items():
+            found = measured_step(other, partial(their_step, other, batch | {"labels": labels}))
+            note(name, found, step)
+
+    def ratio(values: dict[str, list[float]], other: str, ours: str) -> float:
+        return statistics.median(values[other]) / statistics.median(values[ours])
+
+    context = "V=30522 d=384 L=4, 8 rows of 16-128 tokens, fp32, 1 thread"
+    own = statistics.median(seconds["ours 0.1"])
+    rows = [
+        row("training step, reference / ours", ratio(seconds, "reference 0.1", "ours 0.1"), "x", ">= 3.0",
+            f"{context}, dropout 0.1; ours {own:.2f} s"),
+        row("training step without dropout, reference / ours", ratio(seconds, "reference 0.0", "ours 0.0"), "x",
+            ">= 3.0", context),
+        row("activation and logits peak, ours / reference", 1 / ratio(megabytes, "reference 0.1", "ours 0.1"), "x",
+            "<= 0.35", f"{context}; ours {statistics.median(megabytes['ours 0.1']):.0f} MB"),
+    ]  # fmt: skip
+    return rows + [
+        row(
+            f"training step, {name} / ours",
+            ratio(seconds, name, "ours 0.1"),
+            "x",
+            "",
+            f"{context}, its own loss",
+        )
+        for name in others
+    ]
+
+
+def same_weights(reference: ReferenceProcess) -> dict[str, Any]:
+    """Load the reference's weights under their own names and compare logits, padding and all."""
+    with tempfile.TemporaryDirectory() as folder:
+        reference.ask(do="weights", path=f"{folder}/weights.pt")
+        found = torch.load(f"{folder}/weights.pt", weights_only=True)
+    model = our_model()
+    model.load_state_dict(found["weights"])
+    with torch.no_grad():
+        logits = model.eval()(found["ids"], found["real"])
+    difference = float((logits - found["logits"])[found["real"]].abs().max())
+    return row("largest difference of logits with the reference's own weights", difference, "", "<= 0.001",
+               "load_state_dict(strict), 2 ragged rows")  # fmt: skip
+
+
+def generation(reference: ReferenceProcess) -> list[dict[str, Any]]:
+    """Prompt 128 and 32 new tokens in 32 steps."""
+    model = our_model().eval()
+    prompt = torch.randint(4, VOCABULARY, (8, 128), generator=torch.Generator().manual_seed(0))
+    sides = {
+        "full": MLMPredictor(32, 32, IdTokenizer(), model),
+        "dual": MLMPredictor(32, 32, IdTokenizer(), model, block_size=8, cache="dual"),
+        "prefix": MLMPredictor(32, 32, IdTokenizer(), model, block_size=8, cache="prefix"),
+    }
+    took: dict[str, list[float]] = {name: [] for name in ("reference", *sides)}
+    for repeat in range(REPEATS):
+        took["reference"].append(reference.ask(do="generate", seed=repeat)["seconds"])
+        for name, predictor in sides.items():
+            began = time.process_time()
+            predictor.predict({"input_ids": prompt})
+            took[name].append(time.process_time() - began)
+    best = {name: min(values) for name, values in took.items()}
+    context = "prompt 128 + 32 new, 32 steps, batch 8, uniform order, 1 thread"
+    return [
+        row("generation, full forward, reference / ours", best["reference"] / best["full"], "x", ">= 2", context),
+        row("generation, dual cache, reference / ours", best["reference"] / best["dual"], "x", ">= 5",
+            f"{context}, block 8"),
+        row("generation, prefix cache, reference / ours", best["reference"] / best["prefix"], "x", "",
+            f"{context}, block 8"),
+    ]  # fmt: skip
+
+
+def sudoku() -> list[dict[str, Any]]:
+    """Exact match on held-out grids, what the cache costs in it, and the spread of the bound."""
+    import mlm_sudoku
+
+    from spanwise.mlm.sudoku import CELLS, puzzle_rows, sudoku_puzzles, sudoku_tokenizer
+
+    began = time.process_time()
+    model = mlm_sudoku.train(400).eval()
+    seconds = time.process_time() - began
+    puzzles, tokenizer = 512, sudoku_tokenizer()
+    sure = mlm_sudoku.evaluate(model, "top_prob", puzzles)
+    random_order = mlm_sudoku.evaluate(model, None, puzzles)
+    context = f"4x4, 10 blanks, 64 held-out grids, {puzzles} puzzles, 400 steps in {seconds:.0f} s"
+    rows = [
+        row("sudoku exact match, surest first", sure, "", ">= 0.75", context),
+        row("sudoku exact match, random order", random_order, "", "", context),
+    ]
+    batch = puzzle_rows(sudoku_puzzles(puzzles))
+    ids = torch.tensor([line["prompt_ids"] for line in batch])
+    answers = torch.tensor([line["input_ids"] for line in batch])
+    found = {}
+    for cache in (None, "dual"):
+        options: dict[str, Any] = {"confidence": "top_prob", "temperature": 0.0, "block_size": 4, "cache": cache}
+        filled = MLMPredictor(CELLS, tokenizer=tokenizer, model=model, **options).predict({"input_ids": ids})["ids"]
+        found[cache] = float((filled == answers).all(1).float().mean())
+    error = math.sqrt(sum(p * (1 - p) / puzzles for p in found.values()))
+    rows.append(
+        row("exact match, dual cache minus none, in standard errors", abs(found["dual"] - found[None]) / error, "se",
+            "<= 2", f"blocks of 4: {found['dual']:.3f} with, {found[None]:.3f} without")
+    )  # fmt: skip
+    return [*rows, spread(model, tokenizer)]
+
+
+def spread(model: RotaryTransformerMLMModel, tokenizer: Any) -> dict[str, Any]:
+    """Standard deviation of the bound over seeds, independent masking against exact counts and stratified times."""
+    from spanwise.mlm.sudoku import split_grids
+
+    rows = [{"input_ids": [digit + 1 for digit in grid]} for grid in split_grids()[1][:16]]
+    deviation = []
+    for options in ({}, {"masking": "exact", "t_sampling": "stratified"}):
+        values = []
+        for seed in range(40):
+            ends = {"add_bos": False, "add_eos": False}
+            collator = DefaultMLMCollator(
+                tokenizer, None, loss_on_padding=False, truncate=None, seed=seed, **ends, **options
+            )
+            values.append(nelbo(model, tokenizer, collator, rows, draws=8, batch_size=128).nats_per_token)
+        deviation.append(statistics.stdev(values))
+    return row("std of the NELBO estimate, ours / independent", deviation[1] / deviation[0], "x", "<= 0.4",
+               "16 rows, 8 draws each, 40 seeds")  # fmt: skip
+
+
+def row(figure: str, value: float, unit: str, target: str, context: str) -> dict[str, Any]:
+    """A row for the results file."""
+    reached = "-"
+    if target:
+        sign, bound = target.split()
+        reached = "yes" if (value >= float(bound) if sign == ">=" else value <= float(bound)) else "no"
+    return {
+        "figure": figure, "value": round(value, 6 if value < 0.01 else 3), "unit": unit, "target": target,
+        "reached": reached,
+        "context": context,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """All figures, or with --quick those of training alone."""
+    torch.set_num_threads(1)
+    quick = "--quick" in sys.argv
+    reference = ReferenceProcess()
+    rows = [same_weights(reference), *training(reference)]
+    if not quick:
+        rows += generation(reference)
+    reference.close()
+    if not quick:
+        rows += sudoku()
+    record("mlm", rows)
+
+
+if __name__ == "__main__":
+    main()
