@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from spanwise.vlm import collate_fns
+from spanwise.vlm import VLMCollator, collate_fns
 from tests.vlm import processors
 
 NAMES = (
@@ -306,6 +306,22 @@ def test_gemma4_prefix_is_seen_and_not_trained_on() -> None:
         {"input_ids": torch.tensor([[5, 6]]), "other": torch.ones(1, 2).long()}, processor.tokenizer
     )
     assert grown["input_ids"].tolist() == [[5, 6]]
+
+
+def test_the_collator_with_ducks() -> None:
+    duck = Duck()
+    batch = VLMCollator(duck, labels="search")(rows(chat("what is it", "a cat", IMAGE)))
+    assert spelled(duck, batch["labels"][0]) == "a cat <eos>"
+    with pytest.raises(ValueError, match="takes one sample at a time"):
+        VLMCollator(type("KimiK25Processor", (Kimi,), {})(), labels="template")
+
+
+def test_other_labels_need_no_proof() -> None:
+    processor = copy.copy(processors.build("qwen2_5_vl"))
+    processor.chat_template = processor.chat_template.replace("part['text']", "(part['text'] | upper)")
+    examples = rows(chat("what", "a cat", IMAGE))
+    shouted = VLMCollator(processor, labels="template")(examples)
+    assert processor.tokenizer.decode(shouted["labels"][0][shouted["labels"][0] != -100]) == "A CAT<|im_end|>"
 
 
 def test_small_helpers() -> None:

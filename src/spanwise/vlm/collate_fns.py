@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
 from spanwise.vlm import gemma4, media, nemotron, packing, pretokenized, remote, search, tokens
+from spanwise.vlm.called import Call, collate_called
 from spanwise.vlm.families import (
     DEFAULT,
     FamilySpec,
@@ -34,7 +35,7 @@ from spanwise.vlm.families import (
     qwen3_omni,
 )
 from spanwise.vlm.packing import PackedDatasetWrapper
-from spanwise.vlm.pipeline import Call, Settings, can_prove, collate_called, collate_proven, conversations_of, finished
+from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, conversations_of, finished
 from spanwise.vlm.pretokenized import PreTokenizedDatasetWrapper
 from spanwise.vlm.robust import make_robust_collate
 
@@ -190,7 +191,7 @@ def kimi_k25_vl_collate_fn(
     counts = batch.pop("n_images_per_sample", None)
     conversations = [conversations[place] for place in places]
     batch["labels"] = _current_builder(batch["input_ids"], conversations, processor)
-    settings = Settings(kimi_k25.FAMILY, allow_unlabelled=True)
+    settings = Settings(kimi_k25.FAMILY, labels="template", allow_unlabelled=True)
     done = finished(batch, conversations, [examples[kept[place]] for place in places], processor, settings)
     done.pop("n_images_per_sample", None)
     if counts is not None:
@@ -222,7 +223,7 @@ def nemotron_parse_collate_fn(
         builder = build_labels if search_answer else build_labels_from_template
         labels = builder(ids, conversations, processor)
     batch["labels"] = labels
-    settings = Settings(nemotron_parse.FAMILY, allow_unlabelled=True)
+    settings = Settings(nemotron_parse.FAMILY, labels="template", allow_unlabelled=True)
     done = finished(batch, [], examples, processor, settings)
     done["decoder_input_ids"] = ids[:, :-1].clone()
     done["decoder_attention_mask"] = (done["decoder_input_ids"] != pad_id).long()

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import AssistantSpans
+from spanwise.vlm.called import collate_called
 from spanwise.vlm.families import family_of
 from spanwise.vlm.packing import pack_rows
-from spanwise.vlm.pipeline import Settings, can_prove, collate_called, collate_proven, template_source
+from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, template_source
 from spanwise.vlm.pretokenized import ROW_PADDING
 from spanwise.vlm.search import searched_labels, template_labels
 
@@ -85,6 +86,12 @@ class VLMCollator:
                 f"labels of a {type(processor).__name__} cannot be proven; expected a transformers processor or "
                 "tokenizer with a chat template. The template is missing, or the object is not transformers' own. "
                 "Fix: set processor.chat_template, or pass labels='template' or 'search'."
+            )
+        if self.family.call == "per_sample" and not can_prove(processor):
+            raise ValueError(
+                f"a {type(processor).__name__} of remote code was given; expected a processor that takes a batch, and "
+                f"{self.family.name}'s takes one sample at a time. Fix: use its function in "
+                "spanwise.vlm.collate_fns.COLLATE_FNS, or transformers' own class."
             )
         self._find = AssistantSpans(template_source(processor)) if can_prove(processor) else None
 

@@ -1,34 +1,35 @@
 """The one path that every family takes: copy → RGB → drop overlong → processor → hook → labels → shift → fake → counts.
 
 Labels are proven wherever the processor is transformers' own and a chat template is at hand: the chat is rendered, the
-rendering's spans are found, and the rendered text goes through the processor with character offsets. For any other
-object the processor is called in its family's style and a label builder looks at the ids. Beyond the processor itself
-the cost is O(characters + tokens).
+rendering's spans are found, and the rendered text goes through the processor with character offsets (other objects:
+``called.py``). Beyond the processor itself the cost is O(characters + tokens).
 
 Shapes: B rows, S tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans, Span
+from spanwise.spans.chat_template import ChatTemplate
 from spanwise.vlm.families import TOKEN_KEYS, FamilySpec
 from spanwise.vlm.labels import labels_of_row, refuse_unlabelled, shift
-from spanwise.vlm.media import Conversation, copied_in_rgb, count_media, flat_media, gather
+from spanwise.vlm.media import Conversation, Media, copied_in_rgb, count_media, gather
 from spanwise.vlm.tokens import drop_overlong, hide_fake_media, is_media_token, truncate
 
 Example = Mapping[str, Any]
 LabelBuilder = Callable[[Tensor, Sequence[Any], Any], Tensor]
-Call = Callable[[list[Any], list[Example]], dict[str, Any]]
 _PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
 
 
@@ -121,8 +122,12 @@ def collate_proven(
     conversations = conversations_of(examples, need_assistant=proven and not settings.allow_unlabelled)
     conversations = copied_in_rgb(conversations, open_files=True)
     conversations = sanitized(conversations, processor, change=settings.sanitize)
-    finder = find or AssistantSpans(template_source(processor))
-    rendered = [_spans_of_row(finder, row, conversation) for row, conversation in enumerate(conversations)]
+    if proven:
+        finder = find or AssistantSpans(template_source(processor))
+        rendered = [_spans_of_row(finder, row, conversation) for row, conversation in enumerate(conversations)]
+    else:
+        template = ChatTemplate(template_source(processor))
+        rendered = [(template.render(conversation), []) for conversation in conversations]
     rows = list(range(len(examples)))
     if settings.drop_overlong and settings.max_length is not None:
         _, rows = drop_overlong(conversations, processor, settings.max_length)
@@ -135,34 +140,13 @@ def collate_proven(
         rows = [rows[place] for place in fits]
     kept = [conversations[row] for row in rows]
     if not proven and settings.builder is not None:
+        batch = dict(settings.hook(batch, processor)) if settings.hook is not None else batch
         batch["labels"] = settings.builder(batch["input_ids"], kept, processor)
+        settings = replace(settings, hook=None)
     batch = finished(batch, kept, [examples[row] for row in rows], processor, settings)
     if len(rows) < len(examples):
         batch["left_out"] = dict(Counter(overlong=len(examples) - len(rows)))
     return batch
-
-
-def collate_called(
-    examples: Sequence[Example], processor: Any, settings: Settings, call: Call | None = None
-) -> BatchedDataDict:
-    """Collate rows with any other object: called in its family's style, labelled by ``settings.builder``."""
-    conversations: list[Any] = copied_in_rgb(conversations_of(examples, need_assistant=False))
-    kept = list(range(len(examples)))
-    if settings.drop_overlong and settings.max_length is not None:
-        conversations, kept = drop_overlong(conversations, processor, settings.max_length)
-    rows = [examples[row] for row in kept]
-    style = call or {"batched_template": _template_call, "text_and_media": _media_call, "per_sample": _media_call}[
-        settings.family.call
-    ](processor, settings)
-    batch = style(conversations, rows)
-    if settings.hook is not None:
-        batch = settings.hook(batch, processor)
-    if settings.builder is not None and "labels" not in batch:
-        batch["labels"] = settings.builder(batch["input_ids"], conversations, processor)
-    done = finished(batch, conversations, rows, processor, replace(settings, hook=None, allow_unlabelled=True))
-    if len(kept) < len(examples):
-        done["left_out"] = {"overlong": len(examples) - len(kept)}
-    return done
 
 
 def finished(
@@ -176,11 +160,12 @@ def finished(
     batch = dict(batch)
     if settings.hook is not None:
         batch = _hooked(batch, processor, settings.hook)
-    if settings.shifted:
-        width = settings.max_length or batch["input_ids"].shape[1]
+    size = batch["input_ids"].shape[1]
+    width = settings.max_length or size
+    if settings.shifted and (settings.labels == "proven" or size > width):
         truncate(batch, width, is_media_token(batch["input_ids"], processor))
-        if settings.pad_to_max:
-            pad_columns(batch, width, processor)
+    if settings.pad_to_max:
+        pad_columns(batch, width, processor)
     refuse_unlabelled(batch["labels"], allowed=settings.allow_unlabelled)
     blank = [row for row, example in enumerate(examples) if example.get("loss_multiplier", 1.0) == 0]
     if blank:
@@ -215,26 +200,7 @@ def _processed(
     media = gather(conversations)
     audio = [clip for row, example in zip(media.audio, examples, strict=True) for clip in row or _own_audio(example)]
     _refuse_mismatch(texts, media.images, processor, "image")
-    arguments: dict[str, Any] = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
-    tokenizer = getattr(processor, "tokenizer", processor)
-    begins = getattr(tokenizer, "bos_token", None)
-    if processor is tokenizer or (begins and texts[0].startswith(begins)):
-        arguments["add_special_tokens"] = False
-    arguments |= settings.family.options
-    if processor is tokenizer:
-        arguments.pop("do_sample_frames", None)
-        output = dict(processor(texts, return_offsets_mapping=bool(tokenizer.is_fast), **arguments))
-    else:
-        if not any(media.videos):
-            arguments.pop("do_sample_frames", None)
-        if any(media.images):
-            arguments["images"] = media.images
-        if any(media.videos):
-            arguments["videos"] = media.videos
-        if audio:
-            arguments["audio"] = audio
-        arguments |= {"return_offsets_mapping": bool(tokenizer.is_fast), "return_text_replacement_offsets": True}
-        output = dict(processor(text=texts, **arguments))
+    output = _call_processor(texts, media, audio, processor, settings)
     offsets, replacements = output.pop("offset_mapping", None), output.pop("text_replacement_offsets", None)
     if settings.labels == "proven":
         output["labels"] = torch.stack(
@@ -254,6 +220,42 @@ def _processed(
             ]
         )
     return output
+
+
+def _call_processor(
+    texts: list[str], media: Media, audio: list[Any], processor: Any, settings: Settings
+) -> dict[str, Any]:
+    """Rendered texts and media through the processor, right-padded, with character offsets.
+
+    Tensors are asked for media alone: transformers turns lists of offsets into tensors number by number, which would
+    cost more than tokenizing.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    arguments: dict[str, Any] = {
+        "padding": True, "padding_side": "right", "return_offsets_mapping": bool(tokenizer.is_fast),
+    } | dict(settings.family.options)  # fmt: skip
+    begins = getattr(tokenizer, "bos_token", None)
+    if processor is tokenizer or (begins and texts[0].startswith(begins)):
+        arguments["add_special_tokens"] = False
+    if not any(media.videos):
+        arguments.pop("do_sample_frames", None)
+    if processor is tokenizer:
+        return _as_tensors(processor(texts, **arguments))
+    for kind, given in (("images", media.images), ("videos", media.videos), ("audio", [audio])):
+        if any(given):
+            arguments[kind] = audio if kind == "audio" else given
+            arguments[f"{kind}_kwargs"] = {"return_tensors": "pt"}
+    return _as_tensors(processor(text=texts, return_text_replacement_offsets=True, **arguments))
+
+
+def _as_tensors(output: Mapping[str, Any]) -> dict[str, Any]:
+    """Every rectangular list of numbers as a tensor; anything else as it is."""
+    tensors: dict[str, Any] = dict(output)
+    for key, value in output.items():
+        if isinstance(value, (list, np.ndarray)) and key not in ("text_replacement_offsets", "video_metadata"):
+            with contextlib.suppress(ValueError, TypeError):  # ragged, or not numbers
+                tensors[key] = torch.from_numpy(np.asarray(value))
+    return tensors
 
 
 def _replacements_of(reported: Any, row: int, brings_media: bool) -> Any:
@@ -350,32 +352,3 @@ def cast_pixels(batch: dict[str, Any], dtype: torch.dtype) -> None:
             batch[key] = value.to(dtype)
         elif isinstance(value, list):
             batch[key] = [entry.to(dtype) if isinstance(entry, Tensor) else entry for entry in value]
-
-
-def _template_call(processor: Any, settings: Settings) -> Call:
-    """One batched ``apply_chat_template`` that tokenizes."""
-
-    def call(conversations: list[Any], _: list[Example]) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"padding": True, "truncation": True}
-        if settings.max_length is not None:
-            arguments |= {"padding": "max_length", "max_length": settings.max_length}
-            arguments["truncation"] = not settings.drop_overlong
-        return dict(
-            processor.apply_chat_template(
-                conversations, tokenize=True, return_tensors="pt", return_dict=True, **arguments
-            )
-        )
-
-    return call
-
-
-def _media_call(processor: Any, settings: Settings) -> Call:
-    """Rendered texts and flat media lists in one call."""
-
-    def call(conversations: list[Any], _: list[Example]) -> dict[str, Any]:
-        texts = [processor.apply_chat_template(conversation, tokenize=False) for conversation in conversations]
-        images, videos = flat_media(conversations)
-        named = {settings.family.images: images, settings.family.videos: videos}
-        return dict(processor(text=texts, **named, padding=True, return_tensors="pt", **settings.family.options))
-
-    return call

@@ -156,7 +156,7 @@ def _kimi_k25_row(processor: Any, conversation: Any, media_id: int) -> dict[str,
 
 def _kimi_cut(row: dict[str, Any], max_length: int, media_id: int, pad_id: int) -> dict[str, Any]:
     ids, mask = row["input_ids"][:max_length], row["attention_mask"][:max_length]
-    if bool((row["input_ids"][max_length:] == media_id).any()):
+    if bool((row["input_ids"][max_length - 1 :] == media_id).any()):  # the shift takes the last column, too
         logger.warning("max_length=%d cuts into the images of a sample: its images are taken out.", max_length)
         return {"input_ids": ids.masked_fill(ids == media_id, pad_id), "attention_mask": mask, "n_images": 0}
     return row | {"input_ids": ids, "attention_mask": mask}
