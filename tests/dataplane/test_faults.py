@@ -32,10 +32,10 @@ from spanwise.dataplane import (
     TransportDown,
 )
 from spanwise.dataplane.transports.shared_memory import ROOT
-from tests.dataplane.conftest import QUEUE_ROWS, RAY, PlaneUnderTest, QueueKeeper, make_plane
+from tests.dataplane.conftest import QUEUE_ROWS, PlaneUnderTest, QueueKeeper, make_plane
 from tests.dataplane.victim import rollout
 
-pytestmark = pytest.mark.xdist_group("ray")
+pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cells are counted in one process
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXPECTED_CELLS = 41
 CELLS: set[str] = set()
@@ -46,7 +46,9 @@ Spawn = Callable[..., subprocess.Popen[str]]
 
 def cells(fault: str, *kinds: str) -> pytest.MarkDecorator:
     """Run a test once per transport named."""
-    params = [pytest.param((fault, kind), marks=RAY if kind in TQ else (), id=f"{fault}-{kind}") for kind in kinds]
+    params = [
+        pytest.param((fault, kind), marks=pytest.mark.ray if kind in TQ else (), id=f"{fault}-{kind}") for kind in kinds
+    ]
     return pytest.mark.parametrize("cell", params)
 
 
@@ -122,7 +124,7 @@ def shm_files(plane: PlaneUnderTest) -> list[str]:
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param((point, kind), marks=RAY if kind in TQ else (), id=f"{point}-{kind}")
+        pytest.param((point, kind), marks=pytest.mark.ray if kind in TQ else (), id=f"{point}-{kind}")
         for point, kinds in {
             "before-data": ["shm", *TQ],
             "after-data": ["shm"],
