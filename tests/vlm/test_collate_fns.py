@@ -312,6 +312,8 @@ def test_the_collator_with_ducks() -> None:
     duck = Duck()
     batch = VLMCollator(duck, labels="search")(rows(chat("what is it", "a cat", IMAGE)))
     assert spelled(duck, batch["labels"][0]) == "a cat <eos>"
+    inner = collate_fns.PreTokenizedDatasetWrapper(rows(chat("what is it", "a cat", IMAGE)), duck)
+    assert spelled(duck, inner[0]["labels"]) == "a cat <eos>"
     with pytest.raises(ValueError, match="takes one sample at a time"):
         VLMCollator(type("KimiK25Processor", (Kimi,), {})(), labels="template")
 

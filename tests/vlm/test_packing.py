@@ -177,6 +177,12 @@ def test_the_collator_packs(packing: Any) -> None:
         VLMCollator(processors.build("qwen2_5_vl"), packing=packing, max_length=20)(ROWS)
 
 
+def test_a_bad_row_in_a_pack_is_named() -> None:
+    collator = VLMCollator(processors.build("qwen2_5_vl"), packing="neat", max_length=200)
+    with pytest.raises(ValueError, match="row 1 of the batch, taken alone: row 0 has roles"):
+        collator([ROWS[0], {"conversation": [{"role": "user", "content": "x"}]}])
+
+
 def test_wrappers_are_picklable() -> None:
     inner = PreTokenizedDatasetWrapper(ROWS, processors.build("gemma3"))
     packs = PackedDatasetWrapper(inner, [[0, 1]], 256)

@@ -108,7 +108,7 @@ class VLMCollator:
 
     def document(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """One row as 1-D tensors with labels in place, and its media: what packs are made of."""
-        alone = replace(self.settings, shifted=False, max_length=None, drop_overlong=False, allow_unlabelled=True)
+        alone = replace(self.settings, shifted=False, max_length=None, drop_overlong=False)
         batch = self._collated([row], alone)
         return {
             key: value[0] if key in ROW_PADDING else value

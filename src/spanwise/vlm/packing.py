@@ -236,10 +236,18 @@ def _stacked(batch: Sequence[Mapping[str, Any]], key: str, fill: int, width: int
     return torch.stack([nn.functional.pad(row, (0, width - len(row)), value=fill) for row in rows])
 
 
+def _document(collator: Any, row: Mapping[str, Any], place: int) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = collator.document(row)
+    except ValueError as error:
+        raise type(error)(f"row {place} of the batch, taken alone: {error}") from error
+    return document
+
+
 def pack_rows(rows: Sequence[Mapping[str, Any]], collator: Any) -> BatchedDataDict:
     """Tokenize rows one by one and pack them within this batch, for ``VLMCollator(packing=…)``."""
     width = collator.settings.max_length
-    documents = [collator.document(row) for row in rows]
+    documents = [_document(collator, row, place) for place, row in enumerate(rows)]
     plan = pack_documents([max(len(document["input_ids"]) - 1, 0) for document in documents], width)
     if plan.too_long and not collator.settings.drop_overlong:
         longest = max(len(documents[row]["input_ids"]) for row in plan.too_long)

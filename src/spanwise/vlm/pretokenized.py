@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +20,12 @@ from torch import Tensor, nn
 
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans
+from spanwise.vlm.called import collate_called
 from spanwise.vlm.families import family_of
 from spanwise.vlm.labels import shift
 from spanwise.vlm.media import has_media, with_fake_image
-from spanwise.vlm.pipeline import Settings, collate_proven, template_source
+from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, template_source
+from spanwise.vlm.search import searched_labels, template_labels
 from spanwise.vlm.tokens import is_media_token, truncate
 
 logger = logging.getLogger(__name__)
@@ -37,7 +41,7 @@ class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
 
     Args:
         dataset: map-style, of rows with "conversation".
-        processor: a transformers processor.
+        processor: a transformers processor (labels are proven), or another object (labels by role markers).
         max_length: longer rows are replaced by another row (drawn from ``idx``, counted in ``replaced``), or cut.
         max_retries: how many other rows are tried.
         truncate: cut longer rows behind their media instead of replacing them.
@@ -67,7 +71,7 @@ class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
         self.post_tokenize_hook = post_tokenize_hook
         self.inject_fake_images = inject_fake_images
         self.replaced: Counter[str] = Counter()
-        self._find = AssistantSpans(template_source(processor))
+        self._find = AssistantSpans(template_source(processor)) if can_prove(processor) else None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -99,7 +103,11 @@ class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
         settings = Settings(
             family_of(self.processor), allow_unlabelled=True, shifted=False, hook=self.post_tokenize_hook
         )
-        tensors = dict(collate_proven([example], self.processor, settings, self._find))
+        if self._find is not None:
+            tensors = dict(collate_proven([example], self.processor, settings, self._find))
+        else:
+            builder = partial(template_labels, fallback=searched_labels)
+            tensors = dict(collate_called([example], self.processor, replace(settings, builder=builder)))
         if self.truncate and self.max_length is not None:
             truncate(tensors, self.max_length, is_media_token(tensors["input_ids"], self.processor))
         for name in ("n_images_per_sample", "n_videos_per_sample"):

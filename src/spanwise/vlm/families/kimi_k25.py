@@ -11,5 +11,4 @@ FAMILY = FamilySpec(
     images="medias",
     cast=None,
     media_tokens=("<|media_start|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>"),
-    one_placeholder=True,
 )

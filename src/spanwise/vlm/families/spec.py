@@ -36,14 +36,12 @@ class FamilySpec:
         name: how errors, tables and ``VLMCollator.family`` name it.
         processors: class names of its processor, in every spelling in use.
         call: how a processor that is not transformers' own is called: one batched ``apply_chat_template``; rendered
-            texts with flat media lists; or one call per sample.
+            texts with flat media lists; or one call per sample (its collate function does that).
         images: the processor's argument for images.
         videos: its argument for videos.
-        audio: its argument for audio.
         cast: dtype of ``pixel_values`` and ``pixel_values_videos``; None keeps the processor's.
         options: further arguments of every processor call.
         media_tokens: texts of the tokens that stand for media, where the processor does not name them itself.
-        one_placeholder: the processor leaves one placeholder per image, and the collator expands it from the grid.
         drop: keys of the processor's output that the model does not take.
     """
 
@@ -52,9 +50,7 @@ class FamilySpec:
     call: CallStyle = "batched_template"
     images: str = "images"
     videos: str = "videos"
-    audio: str = "audio"
     cast: torch.dtype | None = torch.bfloat16
     options: Mapping[str, Any] = field(default_factory=dict)
     media_tokens: tuple[str, ...] = ()
-    one_placeholder: bool = False
     drop: tuple[str, ...] = ()
