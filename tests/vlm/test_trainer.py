@@ -120,7 +120,9 @@ def test_the_task_of_a_recipe(tmp_path: Path, packing: bool) -> None:
     unpacked = task.plain_collator([task.train_rows[place] for place in range(3)])
     alone = task.losses(task.model, unpacked, {"ce": 1.0})["ce"]
     torch.testing.assert_close(plain.total, alone.total, rtol=1e-2, atol=1e-2)  # packs carry pixels in bfloat16
-    assert 'title="media"' in task.report_sections()[0].html
+    page = task.report_sections()[0].html
+    assert 'title="media"' in page
+    assert page.count("data:image/png") == 3
 
 
 def test_a_recipe_s_mistakes_are_said() -> None:

@@ -9,6 +9,8 @@ Shapes: B rows, S tokens.
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ from spanwise.train.student import DTYPES, with_adapters
 from spanwise.train.task import ReportSection
 from spanwise.vlm import VLMCollator
 from spanwise.vlm.inspect import tokens_of_row
-from spanwise.vlm.media import medium_of, parts_of
+from spanwise.vlm.media import copied_in_rgb, gather, medium_of, parts_of
 
 ROWS_SHOWN = 3
 COLOURS = {"label": "#bfe3c0", "media": "#cfd8f5", "padding": "#e6e6e6", "given": "transparent"}
@@ -96,14 +98,15 @@ def build(recipe: TaskRecipe, folder: Path) -> VisionTask:
     """Load or make processor, model and rows."""
     rows = ConversationRows(recipe.data.train, recipe.data.columns)
     held_out = None if recipe.data.eval is None else ConversationRows(recipe.data.eval, recipe.data.columns)
-    processor = _processor(recipe, rows)
+    processor = open_processor(recipe, rows)
     model = _model(recipe, processor)
     if recipe.student.peft is not None:
         model = with_adapters(model, recipe.student.peft)
     return VisionTask(recipe, model, processor, rows, held_out)
 
 
-def _processor(recipe: TaskRecipe, rows: ConversationRows) -> Any:
+def open_processor(recipe: TaskRecipe, rows: ConversationRows) -> Any:
+    """The student's processor, or a small one made from the rows."""
     student = recipe.student
     if isinstance(student.tokenizer, TokenizerFromCorpus):
         from spanwise.train.vlm_processor import small_processor
@@ -231,9 +234,8 @@ class VisionTask:
     def report_sections(self) -> list[ReportSection]:
         """The first rows, every token coloured by what it is."""
         rows = [self.train_rows[place] for place in range(min(ROWS_SHOWN, len(self.train_rows)))]
-        return [
-            ReportSection("The first rows, token by token", coloured(self.plain_collator(rows), self.processing_class))
-        ]
+        page = coloured(self.plain_collator(rows), rows, self.processing_class)
+        return [ReportSection("The first rows, token by token", page)]
 
     def close(self) -> None:
         """There is nothing to free."""
@@ -265,16 +267,27 @@ def _with_images(conversation: Sequence[Mapping[str, Any]], images: list[Any]) -
     return messages
 
 
-def coloured(batch: BatchedDataDict, processor: Any) -> str:
-    """HTML of a batch's rows: labels green, media blue, padding grey."""
+def coloured(batch: BatchedDataDict, rows: Sequence[Mapping[str, Any]], processor: Any) -> str:
+    """HTML of a batch's rows: labels green, media blue with the image in front, padding grey."""
     from spanwise.report.page import escape
 
     legend = " ".join(f'<span style="background:{colour}">{kind}</span>' for kind, colour in COLOURS.items())
     lines = [f"<p>{legend}</p>"]
-    for row in range(len(batch["input_ids"])):
-        tokens = "".join(
-            f'<span style="background:{COLOURS[kind]}" title="{kind}">{escape(text)}</span>'
-            for text, kind in tokens_of_row(batch, row, processor)
-        )
-        lines.append(f'<pre style="white-space:pre-wrap">{tokens}</pre>')
+    shown = gather(copied_in_rgb([row["conversation"] for row in rows], open_files=True)).images
+    for row, images in enumerate(shown):
+        left, before, pieces = list(images), "", []
+        for text, kind in tokens_of_row(batch, row, processor):
+            if kind == "media" != before and left:
+                pieces.append(f'<img alt="image" style="height:56px" src="{_png(left.pop(0))}">')
+            pieces.append(f'<span style="background:{COLOURS[kind]}" title="{kind}">{escape(text)}</span>')
+            before = kind
+        lines.append(f'<pre style="white-space:pre-wrap">{"".join(pieces)}</pre>')
     return "\n".join(lines)
+
+
+def _png(image: Any) -> str:
+    small = image.copy()
+    small.thumbnail((224, 224))
+    with io.BytesIO() as file:
+        small.save(file, format="PNG")
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
