@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("vlm_torchvision")  # one process is started for all of this file
+
 
 @pytest.fixture(scope="module")
 def lines() -> list[dict[str, dict[str, object]]]:
