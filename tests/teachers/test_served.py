@@ -26,6 +26,9 @@ from tests.teachers.serving import free_port, save_model, server
 from tests.teachers.tiny import padded, random_rows
 from tests.tiny_tokenizers import byte_level_bpe
 
+# One worker runs them all: the processes they share are started once.
+pytestmark = pytest.mark.xdist_group("served")
+
 ROWS = random_rows(12)
 
 
@@ -71,8 +74,13 @@ def test_it_says_what_the_live_teacher_says(
 
 
 def test_answers_are_kept_and_then_teach_without_the_server(
-    url: str, live: LocalTeacher, byte_bpe: PreTrainedTokenizerBase, tmp_path: Path
+    url: str,
+    live: LocalTeacher,
+    byte_bpe: PreTrainedTokenizerBase,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO", "spanwise")
     teacher = ServedTeacher(url, byte_bpe, top_k=8, cache=tmp_path)
     first = teacher.score(padded(ROWS))
     again = teacher.score(padded(ROWS[:4]))
@@ -81,6 +89,8 @@ def test_answers_are_kept_and_then_teach_without_the_server(
     cached = CachedTeacher(tmp_path)
     assert_like_the_live_one(cached.score(padded(ROWS)), live, padded(ROWS), 8, tolerance=1e-3)
     assert cached.manifest.summary()["documents"] == len(ROWS)
+    assert "positions asked for, mean tail mass 0." in caplog.text
+    assert "mean k 8.0, mean tail mass 0." in caplog.text
     cached.close()
 
 

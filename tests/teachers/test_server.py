@@ -16,6 +16,9 @@ from spanwise.loading import load_model
 from spanwise.teachers.serve import is_loopback, serve
 from tests.teachers.serving import save_model, server
 
+# One worker runs them all: the processes they share are started once.
+pytestmark = pytest.mark.xdist_group("server")
+
 SECRET = "a secret"
 
 

@@ -28,6 +28,9 @@ from spanwise.train.run import train
 from tests.teachers.serving import save_model, server
 from tests.tiny_tokenizers import byte_level_bpe, sentencepiece_bpe
 
+# One worker runs them all: the processes they share are started once.
+pytestmark = pytest.mark.xdist_group("teacher_forms")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -6,6 +6,7 @@ the size of the cache. The model itself is not needed.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from spanwise.teachers.cache_store import CacheReader
 from spanwise.teachers.documents import DocumentScores, documents_of, join_scores, keep_top
 from spanwise.teachers.scores import Form, TeacherScores
 from spanwise.teachers.teacher import ScoreRequest
+
+logger = logging.getLogger(__name__)
 
 
 class CachedTeacher:
@@ -50,6 +53,18 @@ class CachedTeacher:
                     f"expected one {what}. The recipe was probably changed after the cache was built. "
                     f"Fix: name the {what} the cache was built with, or build another cache: spanwise cache RECIPE."
                 )
+
+        held = self.manifest.summary()
+        logger.info(
+            "%s from '%s': %d documents, %d tokens, mean k %.1f, mean tail mass %.3f, largest %.3f",
+            self.name,
+            path,
+            held["documents"],
+            held["tokens"],
+            held["mean_k"],
+            held["mean_tail_mass"],
+            held["largest_tail_mass"],
+        )
 
     def score(self, request: ScoreRequest) -> TeacherScores:
         """Read the documents of a batch; one that the cache lacks is an error that names it."""

@@ -21,8 +21,7 @@ import torch
 from spanwise.teachers.process import attach_logits
 from spanwise.teachers.scores import Form, TeacherScores
 from spanwise.teachers.teacher import ScoreRequest
-from spanwise.teachers.worker import VERSION
-from spanwise.teachers.worker_wire import PeerGoneError, pack_request, receive, send, unpack_tensor
+from spanwise.teachers.worker_wire import VERSION, PeerGoneError, pack_request, receive, send, unpack_tensor
 
 ADDRESS = "unix:"
 SECONDS_TO_LEAVE = 10.0

@@ -9,6 +9,7 @@ answered can be kept in a cache as it comes, so that nothing is asked twice, not
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,8 @@ from spanwise.teachers.documents import Document, DocumentScores, documents_of, 
 from spanwise.teachers.scores import Form, TeacherScores
 from spanwise.teachers.served_shapes import ServedScoresError, read_echo, read_sglang, read_vllm
 from spanwise.teachers.teacher import ScoreRequest
+
+logger = logging.getLogger(__name__)
 
 Api = Literal["vllm", "sglang", "echo"]
 READERS: dict[Api, Callable[[dict[str, Any], Sequence[int], int, int], DocumentScores]] = {
@@ -100,6 +103,7 @@ class ServedTeacher:
         self._client = _http_client(self.url, token or os.environ.get("SPANWISE_TOKEN"), timeout, concurrency)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="served-teacher")
         self._writer: CacheWriter | None = None
+        self._positions, self._tail_mass = 0, 0.0
         try:
             described = self._describe(model)
             self.name = str(described["id"])
@@ -149,6 +153,8 @@ class ServedTeacher:
 
     def _keep(self, document: Document, scores: DocumentScores) -> DocumentScores:
         """What a later run will read back, so that this one sees the same."""
+        self._positions += len(scores.log_tail)
+        self._tail_mass += float(np.exp(scores.log_tail, dtype=np.float64).sum())
         if self._writer is None:
             return scores
         self._writer.add(document, scores)
@@ -280,6 +286,10 @@ class ServedTeacher:
         """Close the connections and finish the cache, which then serves runs without the server."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._client.close()
+        if self._positions:
+            mean = self._tail_mass / self._positions
+            logger.info("%s: %d positions asked for, mean tail mass %.3f", self.name, self._positions, mean)
+            self._positions = 0
         if self._writer is not None:
             self._writer.finish()
             self._writer.close()

@@ -28,6 +28,7 @@ from spanwise.teachers.process import SharedLogitsBuffer
 from spanwise.teachers.teacher import Teacher
 from spanwise.teachers.worker_wire import (
     SHARED_FIELDS,
+    VERSION,
     PeerGoneError,
     pack_scores,
     receive,
@@ -36,8 +37,6 @@ from spanwise.teachers.worker_wire import (
 )
 
 logger = logging.getLogger(__name__)
-
-VERSION = 1
 
 
 class TeacherWorker:

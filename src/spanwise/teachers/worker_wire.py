@@ -17,6 +17,7 @@ from torch import Tensor
 from spanwise.teachers.scores import TeacherScores
 from spanwise.teachers.teacher import ScoreRequest
 
+VERSION = 1
 LENGTH = struct.Struct("<Q")
 MOST_BYTES = 4 << 30
 # What goes through a shared buffer instead of the socket.
