@@ -6,19 +6,9 @@ import os
 from pathlib import Path
 
 from spanwise.loading import load_tokenizer
-from spanwise.report.page import escape, section, table, write_page
+from spanwise.report.columns import COLOURS, STYLE, box, piece, visible
+from spanwise.report.page import section, table, write_page
 from spanwise.xtoken.show import ShownAlignment, ShownChunk, align_text
-
-STYLE = """
-.chunks { line-height: 1; display: flex; flex-wrap: wrap; gap: 3px; }
-.chunk { border-radius: 4px; padding: 3px 4px; font: 13px/1.5 ui-monospace, monospace; color: #111; }
-.chunk span { white-space: pre; display: block; }
-.chunk .side + .side { border-top: 1px solid #0004; }
-.chunk i { font-style: normal; border-right: 1px solid #0005; }
-.chunk i:last-child { border-right: 0; }
-.c0 { background: #a6cee3; } .c1 { background: #fdd09a; } .c2 { background: #b8e0a4; } .c3 { background: #d9c3e6; }
-.wrong { background: #f4a3a3; outline: 2px solid #b00; }
-"""
 
 
 def write_align_page(path: str | os.PathLike[str], found: ShownAlignment, *, student: str, teacher: str) -> Path:
@@ -35,7 +25,7 @@ def write_align_page(path: str | os.PathLike[str], found: ShownAlignment, *, stu
     )
     body = section("Coverage", facts)
     body += section(
-        "Chunks", "<p>Above the student's tokens, below the teacher's. Red is not claimed.</p>" + _chunks(found)
+        "Chunks", "<p>Above the student's tokens, below the teacher's. A red frame is not claimed.</p>" + _chunks(found)
     )
     worst = found.worst()
     if worst:
@@ -52,16 +42,13 @@ def _chunks(found: ShownAlignment) -> str:
 
 
 def _chunk(place: int, chunk: ShownChunk) -> str:
-    kind = f"c{place % 4}" if chunk.correct else "wrong"
-    sides = "".join(
-        f'<span class="side">{"".join(f"<i>{escape(visible(piece))}</i>" for piece in pieces) or "–"}</span>'
-        for pieces in (chunk.student_pieces, chunk.teacher_pieces)
-    )
-    return f'<div class="chunk {kind}">{sides}</div>'
+    kind = f"c{place % COLOURS}" if chunk.correct else "wrong"
+    sides = ["".join(map(piece, pieces)) or "–" for pieces in (chunk.student_pieces, chunk.teacher_pieces)]
+    return box(sides, kind)
 
 
 SAMPLE = "Tokenizers differ: 12345 tokens, naïve café, 日本語, 👩‍🚀 and\n\tsome_code(x=1)."
-_COLOURS = ("cyan", "yellow", "green", "magenta")
+_TERMINAL_COLOURS = ("cyan", "yellow", "green", "magenta")
 
 
 def align_and_report(
@@ -97,7 +84,7 @@ def _print(found: ShownAlignment) -> None:
 
     lines = {"student ": Text(), "teacher ": Text()}
     for place, chunk in enumerate(found.chunks):
-        style = f"black on {_COLOURS[place % 4]}" if chunk.correct else "white on red"
+        style = f"black on {_TERMINAL_COLOURS[place % 4]}" if chunk.correct else "white on red"
         for line, pieces in zip(lines.values(), (chunk.student_pieces, chunk.teacher_pieces), strict=True):
             line.append("|".join(visible(piece) for piece in pieces), style=style)
             line.append(" ")
@@ -108,16 +95,6 @@ def _print(found: ShownAlignment) -> None:
     for chunk in found.worst():
         what = "correct" if chunk.correct else "not paired"
         console.print(Text(f"  {what}: {_plain(chunk.student_pieces)}  ↔  {_plain(chunk.teacher_pieces)}"))
-
-
-def visible(piece: str) -> str:
-    """A piece with its blanks and control characters shown.
-
-    >>> visible(" a\\n")
-    '·a↵'
-    """
-    shown = piece.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥")
-    return "".join(character if character.isprintable() else f"\\u{ord(character):04x}" for character in shown)
 
 
 def _plain(pieces: list[str]) -> str:

@@ -183,27 +183,13 @@ def make_term(
     temperature: float,
 ) -> TeacherTerm:
     """A term, with what its family prepares once per pair of tokenizers; what cannot work is refused by name."""
-    from spanwise.spans.table import tokenizer_fingerprint
-    from spanwise.xtoken import TokenAligner
-
-    same = tokenizer_fingerprint(student_tokenizer) == tokenizer_fingerprint(teacher_tokenizer)
-    if family.name in SAME_TOKENIZER and not same:
-        raise ValueError(
-            f"teacher {index} ({teacher.name}) has another tokenizer than the student and the loss '{family.name}'; "
-            "expected a cross-tokenizer loss. Fix: set its loss to prefix_kl."
-        )
+    aligner = make_aligner(index, family, teacher.name, student_tokenizer, teacher_tokenizer, projection)
     if not FORMS[family.name] & teacher.forms:
         raise ValueError(
             f"teacher {index} ({teacher.name}) gives {', '.join(sorted(teacher.forms))} scores and the loss "
             f"'{family.name}' needs {' or '.join(sorted(FORMS[family.name]))}. Fix: set its loss to alm, which needs "
-            "one "
-            "log-probability per token, or use a teacher that gives more."
+            "one log-probability per token, or use a teacher that gives more."
         )
-    aligner = (
-        None
-        if family.name in SAME_TOKENIZER
-        else TokenAligner(student_tokenizer, teacher_tokenizer, projection, byte_offsets=True)
-    )
     return TeacherTerm(
         index,
         family,
@@ -214,6 +200,23 @@ def make_term(
         temperature,
         _prepare(family, student_tokenizer, teacher_tokenizer, projection),
     )
+
+
+def make_aligner(
+    index: int, family: LossFamily, name: str, student_tokenizer: Any, teacher_tokenizer: Any, projection: str | None
+) -> Any:
+    """The aligner between the student and a teacher; None for a loss that compares equal tokens."""
+    from spanwise.spans.table import tokenizer_fingerprint
+    from spanwise.xtoken import TokenAligner
+
+    if family.name not in SAME_TOKENIZER:
+        return TokenAligner(student_tokenizer, teacher_tokenizer, projection, byte_offsets=True)
+    if tokenizer_fingerprint(student_tokenizer) != tokenizer_fingerprint(teacher_tokenizer):
+        raise ValueError(
+            f"teacher {index} ({name}) has another tokenizer than the student and the loss '{family.name}'; "
+            "expected a cross-tokenizer loss. Fix: set its loss to prefix_kl."
+        )
+    return None
 
 
 def _prepare(family: LossFamily, student_tokenizer: Any, teacher_tokenizer: Any, projection: str | None) -> Any:

@@ -123,6 +123,12 @@ class ListRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 def build(recipe: TaskRecipe, folder: Path) -> MaskedTask:
     """Load everything a run needs."""
+    rows, tokenizer = rows_and_tokenizer(recipe, folder)
+    return MaskedTask(recipe, masked_model(recipe, tokenizer), tokenizer, rows)
+
+
+def rows_and_tokenizer(recipe: TaskRecipe, folder: Path) -> tuple[Any, Any]:
+    """The training rows, and the student's tokenizer with PAD and MASK."""
     section = recipe.data
     rows: Any
     texts: Any = iter(())
@@ -134,8 +140,7 @@ def build(recipe: TaskRecipe, folder: Path) -> MaskedTask:
         renamed = (corpus.rename_columns(row, section.columns, place) for place, row in enumerate(opened))
         texts = corpus_texts(renamed)
         rows = _text_rows(recipe, opened)
-    tokenizer = sudoku_tokenizer() if recipe.student.tokenizer == SUDOKU else _tokenizer(recipe, folder, texts)
-    return MaskedTask(recipe, masked_model(recipe, tokenizer), tokenizer, rows)
+    return rows, sudoku_tokenizer() if recipe.student.tokenizer == SUDOKU else _tokenizer(recipe, folder, texts)
 
 
 def _text_rows(recipe: TaskRecipe, opened: Any) -> Any:

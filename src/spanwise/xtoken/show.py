@@ -5,6 +5,7 @@ O(tokens).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,21 +78,30 @@ def align_text(student_tokenizer: Any, teacher_tokenizer: Any, text: str) -> Sho
     correct = found.pair_is_correct[0].tolist()
     tables = (aligner.student_table, aligner.teacher_table)
     chunks = []
-    i = j = 0
-    while i < len(mine) or j < len(theirs):
-        left, right = _next_run(mine, i), _next_run(theirs, j)
-        pair = _first_pair(mine, theirs, i, j)
-        end_i = left if i < len(mine) and mine[i] == pair else i
-        end_j = right if j < len(theirs) and theirs[j] == pair else j
+    for pair, (i, end_i), (j, end_j) in chunk_runs(mine, theirs):
         pieces = [
             [table.bytes_of(token).decode("utf-8", "backslashreplace") for token in ids]
             for table, ids in zip(tables, (student[i:end_i], teacher[j:end_j]), strict=True)
         ]
         chunks.append(ShownChunk((i, end_i), (j, end_j), pieces[0], pieces[1], pair >= 0 and correct[pair]))
-        i, j = end_i, end_j
     covered = sum(chunk >= 0 and correct[chunk] for chunk in mine)
     quality = int(found.quality[0]) if found.quality is not None else 0
     return ShownAlignment(chunks, covered / len(mine) if mine else 1.0, QUALITIES[quality])
+
+
+def chunk_runs(mine: list[int], theirs: list[int]) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+    """The chunks of two sides in order: the pair (-1 = none) and the half-open range of tokens on each side.
+
+    >>> list(chunk_runs([0, 1, 1], [0, 0, 1]))
+    [(0, (0, 1), (0, 2)), (1, (1, 3), (2, 3))]
+    """
+    i = j = 0
+    while i < len(mine) or j < len(theirs):
+        pair = _first_pair(mine, theirs, i, j)
+        end_i = _next_run(mine, i) if i < len(mine) and mine[i] == pair else i
+        end_j = _next_run(theirs, j) if j < len(theirs) and theirs[j] == pair else j
+        yield pair, (i, end_i), (j, end_j)
+        i, j = end_i, end_j
 
 
 def _next_run(chunks: list[int], start: int) -> int:
