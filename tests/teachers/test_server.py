@@ -115,8 +115,11 @@ def test_what_it_cannot_do_is_refused_with_words(client: httpx.Client, body: dic
     assert says in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"[" * 3000, b"\xff\xfe"])
-def test_a_body_that_is_no_object_is_refused(client: httpx.Client, content: bytes) -> None:
+HALF_A_PAIR = b'{"prompt": "\\ud800", "prompt_logprobs": 1}'
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"[" * 3000, b"\xff\xfe", HALF_A_PAIR])
+def test_a_body_that_is_no_object_or_no_text_is_refused(client: httpx.Client, content: bytes) -> None:
     assert client.post("/v1/completions", content=content).status_code == 400
 
 

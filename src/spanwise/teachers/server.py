@@ -204,6 +204,10 @@ def _prompts(served: Served, asked: dict[str, Any]) -> list[list[int]]:
 def _text_ids(served: Served, text: Any, special: bool) -> list[int]:
     if not isinstance(text, str):
         raise RefusedError(400, f"the prompt is a {type(text).__name__}; expected text")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RefusedError(400, "the prompt holds half a surrogate pair; expected text that UTF-8 can say") from None
     ids: list[int] = served.tokenizer(text, add_special_tokens=special)["input_ids"]
     return ids
 
