@@ -122,11 +122,14 @@ def generate_masked(
     block_size: Annotated[int | None, typer.Option(help="Fill blocks of that many from left to right.")] = None,
     cache: Annotated[str | None, typer.Option(help="With --block-size: prefix or dual.")] = None,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    page: Annotated[str | None, typer.Option(help="Also write an HTML page that shows each step.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print {texts, steps, forwards}.")] = False,
 ) -> None:
     """Fill masks with a masked language model: continue prompts, close gaps, begin from nothing."""
+    from spanwise.mlm import HistoryInMemory
     from spanwise.mlm.generate import generate
 
+    history = HistoryInMemory() if page else None
     result = generate(
         checkpoint,
         prompts=prompt or (),
@@ -141,7 +144,13 @@ def generate_masked(
         top_p=top_p,
         block_size=block_size,
         cache=cache,
+        history=history,
     )
+    if page and history is not None:
+        from spanwise.loading import load_tokenizer
+        from spanwise.report.unfold import write_unfolding
+
+        write_unfolding(page, history.steps, history.probabilities, load_tokenizer(checkpoint))
     show(result, as_json)
 
 
@@ -282,6 +291,21 @@ def align(
     found = align_and_report(student, teacher, text=text, file=file, html=html, in_colour=not as_json)
     if as_json:
         print_json(found.as_json())
+
+
+@app.command()
+def inspect(
+    recipe: Annotated[str, typer.Argument(help="A YAML recipe of any task.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="a.b=c overrides a value of the recipe.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the data to collate.")] = 8,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Default: OUTPUT.inspect.html.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print {rows, path}.")] = False,
+) -> None:
+    """Open the first batches of a recipe as a page: tokens, chunks, labels, masks, media."""
+    from spanwise.train.inspect import inspect_recipe
+    from spanwise.train.recipe import load_recipe
+
+    show(inspect_recipe(load_recipe(recipe, overrides or []), rows=rows, output=output), as_json)
 
 
 recipes = typer.Typer(help="The recipes that come with Spanwise.", no_args_is_help=True)

@@ -237,3 +237,24 @@ def test_the_sudoku_recipe_solves_held_out_puzzles(tmp_path):
     assert result["exact_match"] >= 0.75
     predictor = MLMPredictor(16, tokenizer=sudoku_tokenizer(), model=load_masked_lm(tmp_path / "run"), temperature=0)
     assert not (predictor.predict({"input_ids": torch.ones(1, 16, dtype=torch.long)})["ids"] == 1).any()
+
+
+def test_generate_writes_a_page_of_its_steps(capsys, tmp_path, sudoku_run):
+    page = tmp_path / "page.html"
+    code, out = run_cli(
+        capsys,
+        "generate",
+        str(sudoku_run[0]),
+        "--infill",
+        "1 <mask> 3 <mask>",
+        "--infill",
+        "<mask> 2",
+        "--page",
+        str(page),
+    )
+    assert code == 0
+    html = page.read_text()
+    assert html.count('class="filled"') == 3
+    assert html.count('class="hidden"') == 2 + 1 + 1
+    assert "http" not in html
+    assert [len(text.split()) for text in out["texts"]] == [4, 2]

@@ -13,7 +13,7 @@ from spanwise.mlm.datasets import (
     PaplUnconditionalCollator,
     PaplUnconditionalMLMDataset,
 )
-from spanwise.mlm.history import HistoryPluginBase, HistoryTopKPlugin
+from spanwise.mlm.history import HistoryInMemory, HistoryPluginBase, HistoryTopKPlugin
 from spanwise.mlm.likelihood import GenerativePerplexity, LikelihoodBound, generative_perplexity, nelbo
 from spanwise.mlm.loss import MLMLoss
 from spanwise.mlm.metrics import exact_match, seq2seq_exact_match, seq2seq_token_accuracy, token_accuracy
@@ -41,6 +41,7 @@ __all__ = [
     "DefaultMLMCollator",
     "DummyNoiseSchedule",
     "GenerativePerplexity",
+    "HistoryInMemory",
     "HistoryPluginBase",
     "HistoryTopKPlugin",
     "LikelihoodBound",

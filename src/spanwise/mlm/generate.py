@@ -14,6 +14,7 @@ import torch
 
 from spanwise.loading import load_tokenizer
 from spanwise.mlm.backbones import load_masked_lm
+from spanwise.mlm.history import HistoryInMemory
 from spanwise.mlm.layout import Layout
 from spanwise.mlm.predictor import MLMPredictor
 from spanwise.mlm.special_tokens import special_ids
@@ -41,6 +42,7 @@ def generate(
     steps: int | None = None,
     temperature: float | None = None,
     seed: int = 0,
+    history: HistoryInMemory | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Load a checkpoint and fill what is asked for.
@@ -53,6 +55,7 @@ def generate(
         sampler: a name in SAMPLERS.
         steps: the most forwards per text; None allows one per token.
         temperature: None is 0 (greedy) for infills and 1 else.
+        history: is told of every step.
         options: more of :class:`MLMPredictor` (``top_k``, ``top_p``, ``block_size``, ``cache``).
 
     Returns:
@@ -71,6 +74,7 @@ def generate(
         tokenizer=tokenizer,
         model=model,
         temperature=temperature if temperature is not None else (0.0 if infills else 1.0),
+        history=history,
         **SAMPLERS[sampler],
         **options,
     )

@@ -152,3 +152,25 @@ class HistoryTopKPlugin(HistoryPluginBase):
                 "HistoryTopKPlugin.from_serialized(output_dir, fid)."
             )
         return folder
+
+
+class HistoryInMemory(HistoryPluginBase):
+    """Keeps every step in memory, for a page that shows how a text came about.
+
+    Attributes:
+        steps: ids [B, W] after each step; the first is what was given.
+        probabilities: the probability each filled token had when it was last scored, [B, W]; 0 where never scored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Tensor] = []
+        self.probabilities: list[Tensor] = []
+
+    def update_history(self, step_results: Mapping[str, Any]) -> None:
+        """Copy the step; step 0 begins anew."""
+        x, p = step_results["x"], step_results["p"]
+        if int(step_results["current_step"]) == 0:
+            self.steps, self.probabilities = [], []
+        self.steps.append(x.clone())
+        self.probabilities.append(torch.zeros(x.shape) if p is None else p.gather(-1, x[..., None]).squeeze(-1))
