@@ -174,6 +174,17 @@ def test_expansion() -> None:
         expand_image_tokens(ids, mask, torch.tensor([[1, 4, 4]]), 9)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+def test_an_image_in_an_answer_is_shown_not_said(name: str) -> None:
+    processor = processors.build(name)
+    conversation = chat("draw", "here it is")
+    conversation[1]["content"].append({"type": "image", "image": IMAGE})
+    batch = VLMCollator(processor)(rows(conversation))
+    said = batch["labels"][0][batch["labels"][0] != -100]
+    assert not _run_ids(processor) & set(said.tolist())
+    assert processor.tokenizer.decode(said).startswith("here it is")
+
+
 def test_fake_images_are_hidden_in_batches() -> None:
     processor = processors.build("qwen2_5_vl")
     examples = [

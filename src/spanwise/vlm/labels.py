@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from spanwise.spans.chat import IGNORE_INDEX, Span, span_labels
+from spanwise.spans.chat import IGNORE_INDEX, Span, span_labels, tokens_inside
 from spanwise.spans.chat_template import UnprovenSpanError
 from spanwise.vlm.families import TOKEN_KEYS
 from spanwise.vlm.tokens import media_token_ids
@@ -48,6 +48,8 @@ def labels_of_row(
     """
     if offsets is not None and (replacements is not None or len(offsets) == 0):
         labels = span_labels(input_ids, offsets, moved_spans(spans, replacements or ()))
+        if replacements:  # an image in an answer is shown, not said
+            labels = labels.masked_fill(tokens_inside(offsets, [r["new_span"] for r in replacements]), IGNORE_INDEX)
     else:
         labels = _aligned_labels(input_ids, attention_mask, text, spans, processor)
     return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
