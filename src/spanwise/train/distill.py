@@ -7,7 +7,7 @@ every term counts from integers, the teachers score without gradients, the stude
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,6 +198,37 @@ def open_teacher(section: TeacherSection, student: Any, tokenizer: Any, *, tempe
     return LocalTeacher(model, vocab_size=len(tokenizer), name=section.source)
 
 
+def make_collator(recipe: TaskRecipe, tokenizer: Any, taught: Sequence[Any]) -> Any:
+    """The collator of a run. ``taught`` has one entry per teacher, with index, teacher_tokenizer and aligner."""
+    from spanwise.xtoken.collator import CrossTokenizerCollator
+
+    length = recipe.data.context_length
+    return CrossTokenizerCollator(
+        student_tokenizer=tokenizer,
+        teacher_tokenizers=[one.teacher_tokenizer for one in taught],
+        aligners=[one.aligner for one in taught],
+        ctx_length_student=length,
+        ctx_length_teachers=[recipe.teachers[one.index].context_length or 4 * length for one in taught],
+        padding="longest",
+        packing=recipe.data.packing,
+        byte_offsets=True,
+    )
+
+
+def make_rows(recipe: TaskRecipe, rows: Any) -> Any:
+    """The training rows of an opened corpus, streamed or indexed."""
+    section = recipe.data
+    if not section.stream:
+        return corpus.IndexedRows(rows, columns=section.columns, window_bytes=section.window_bytes)
+    return corpus.StreamedRows(
+        rows,
+        columns=section.columns,
+        window_bytes=section.window_bytes,
+        shuffle_buffer=section.shuffle_buffer,
+        seed=recipe.seed,
+    )
+
+
 class DistillTask:
     """Student, teachers, rows and measure of a distillation run; see :class:`~spanwise.train.task.Task`."""
 
@@ -215,37 +246,9 @@ class DistillTask:
         }
         self.scaled_terms = frozenset(self.terms) if recipe.loss.dynamic else frozenset()
         self.embedding_learning_rate = recipe.student.embedding_learning_rate
-        self.collator = self._make_collator()
-        self.train_rows = self._make_rows(rows)
+        self.collator = make_collator(recipe, tokenizer, terms)
+        self.train_rows = make_rows(recipe, rows)
         self._collated: Counter[str] = Counter()
-
-    def _make_collator(self) -> Any:
-        from spanwise.xtoken.collator import CrossTokenizerCollator
-
-        length = self.recipe.data.context_length
-        terms = list(self.terms.values())
-        return CrossTokenizerCollator(
-            student_tokenizer=self.processing_class,
-            teacher_tokenizers=[term.teacher_tokenizer for term in terms],
-            aligners=[term.aligner for term in terms],
-            ctx_length_student=length,
-            ctx_length_teachers=[self.recipe.teachers[t.index].context_length or 4 * length for t in terms],
-            padding="longest",
-            packing=self.recipe.data.packing,
-            byte_offsets=True,
-        )
-
-    def _make_rows(self, rows: Any) -> Any:
-        section = self.recipe.data
-        if section.stream:
-            return corpus.StreamedRows(
-                rows,
-                columns=section.columns,
-                window_bytes=section.window_bytes,
-                shuffle_buffer=section.shuffle_buffer,
-                seed=self.recipe.seed,
-            )
-        return corpus.IndexedRows(rows, columns=section.columns, window_bytes=section.window_bytes)
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """Supervised tokens for ce; chunks or positions for each teacher."""
