@@ -176,7 +176,7 @@ def measure_memory(which: str, side: str, rows: int, students: int) -> None:
 
 
 def memory(which: str, side: str, rows: int, students: int) -> tuple[int, int]:
-    command = [sys.executable, __file__, "--memory", which, side, str(rows), str(students)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--memory", which, side, str(rows), str(students)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, gradient = result.stdout.split()
     return int(grown), int(gradient)

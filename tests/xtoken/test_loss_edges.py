@@ -313,3 +313,14 @@ def test_wrong_chunk_ids_and_masks_are_refused() -> None:
     plan = plan_chunks(case.alignment)
     with pytest.raises(ValueError, match="inside the plan"):
         projected_kl(case.z, TeacherScores(logits=case.y), None, case.projection, plan=plan, sample_mask=torch.ones(2))
+
+
+def test_a_leafs_gradient_is_not_copied_and_a_changed_one_is_noticed() -> None:
+    case = random_case(2)
+    parts = run("gold", case)
+    wanted = torch.autograd.grad(parts.total, case.z, retain_graph=True)[0].clone()
+    parts.total.backward(retain_graph=True)
+    torch.testing.assert_close(case.z.grad, wanted)
+    case.z.grad.zero_()
+    with pytest.raises(RuntimeError, match="changed in place since"):
+        parts.total.backward()

@@ -11,6 +11,7 @@ Shapes: Vs, Vt vocabularies, K entries per row, B rows, T length, C chunks.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -173,9 +174,11 @@ def get_sparse_projection_matrix(
         shape = (max(student_vocab_size, students), max(teacher_vocab_size, teachers))
         kept = indices[1] >= 0
         entries = coalesce(indices[0][kept], indices[1][kept], values[kept], shape[1])
-        matrix = torch.sparse_coo_tensor(
-            torch.stack([entries.student, entries.teacher]), entries.weight, shape, check_invariants=False
-        )
+        ids = torch.stack([entries.student, entries.teacher])
+        with warnings.catch_warnings():
+            # Said once by some versions of torch even where the choice is made explicitly.
+            warnings.filterwarnings("ignore", message="Sparse invariant checks")
+            matrix = torch.sparse_coo_tensor(ids, entries.weight, shape, check_invariants=False)
         return matrix.to(device).coalesce()
 
     key = (_name(path), torch.device(device), student_vocab_size, teacher_vocab_size)

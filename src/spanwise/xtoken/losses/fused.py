@@ -24,7 +24,7 @@ from typing_extensions import override
 from spanwise.loss_parts import nothing_counted
 from spanwise.xtoken.losses.cross_entropy import CrossEntropyRows
 from spanwise.xtoken.losses.head import Head
-from spanwise.xtoken.losses.rows import RowLoss, Tile, row_tiles
+from spanwise.xtoken.losses.rows import RowLoss, Tile, hand_out, row_tiles, versions
 
 
 def fused(hidden: Float[Tensor, "B S H"], head: Head, loss: RowLoss) -> Float[Tensor, ""]:
@@ -133,16 +133,14 @@ class _OverHead(torch.autograd.Function):
             None if g is None or t is None else g.to(t.dtype).view(t.shape)
             for g, t in zip(work.gradients, shapes, strict=True)
         ]
+        ctx.versions = versions(ctx.gradients)
         return total
 
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (grad_output,) = grad_outputs
-        gradients = ctx.gradients
-        if float(grad_output) != 1.0:
-            gradients = [None if g is None else g * grad_output.to(g.dtype) for g in gradients]
-        return (*gradients, None, None, None)
+        return (*hand_out(ctx, grad_output), None, None, None)
 
 
 class _HeadPass:

@@ -171,7 +171,7 @@ def _csr(row: Tensor, column: Tensor, weight: Tensor, shape: tuple[int, int]) ->
     counts = torch.bincount(row, minlength=shape[0])
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support is in beta|invariant checks)")
         return torch.sparse_csr_tensor(starts, column.to(torch.int32), weight, shape, check_invariants=False)
 
 

@@ -140,17 +140,39 @@ class _OverLogits(torch.autograd.Function):
                     gradient[..., :width][at] = work.to(gradient.dtype)
             if gradient is not None:
                 _clear_the_rest(gradient, loss.rows, width)
-        ctx.gradient = gradient
+        ctx.gradients = [gradient]
+        ctx.versions = versions(ctx.gradients)
         return total.to(compute)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (grad_output,) = grad_outputs
-        gradient: Tensor = ctx.gradient
-        if float(grad_output) != 1.0:
-            gradient = gradient * grad_output.to(gradient.dtype)
-        return gradient, None, None, None
+        return (*hand_out(ctx, grad_output), None, None, None)
+
+
+def versions(gradients: list[Tensor | None]) -> list[int | None]:
+    """How often each was written, so that a later writer is noticed."""
+    return [None if g is None else g._version for g in gradients]
+
+
+def hand_out(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
+    """The gradients made in the forward pass, times ``grad_output``.
+
+    Where that is 1 they are handed out as they are, by an alias that a leaf may take as its ``.grad`` without copying.
+    If the taker wrote to it and the graph is walked once more, that is an error instead of a wrong number.
+    """
+    if versions(ctx.gradients) != ctx.versions:
+        raise RuntimeError(
+            "backward() was called again on a loss whose gradient was changed in place since; expected one backward "
+            "per "
+            "forward. A .grad was probably zeroed or accumulated into between two calls with retain_graph=True. Fix: "
+            "call the "
+            "loss again."
+        )
+    if float(grad_output) == 1.0:
+        return [None if g is None else g.detach() for g in ctx.gradients]
+    return [None if g is None else g * grad_output.to(g.dtype) for g in ctx.gradients]
 
 
 def _empty_gradient(logits: Tensor, loss: RowLoss) -> Tensor:
