@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 logging.getLogger("torch.fx").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore")
 
-from benchmarks.record import record  # noqa: E402
-from spanwise.dataplane import Field, decode_frame, encode_frame, materialize, open_client, to_nested_by_length  # noqa: E402
-from tests.reference import dataplane_codec as reference  # noqa: E402
+from benchmarks.record import record
+from spanwise.dataplane import Field, decode_frame, encode_frame, materialize, open_client, to_nested_by_length
+from tests.reference import dataplane_codec as reference
 
 torch.set_num_threads(1)
 SHAPES = [(512, 4096), (4096, 512), (64, 16384)]
