@@ -43,7 +43,7 @@ def _chunks(found: ShownAlignment) -> str:
 
 def _chunk(place: int, chunk: ShownChunk) -> str:
     kind = f"c{place % COLOURS}" if chunk.correct else "wrong"
-    sides = ["".join(map(piece, pieces)) or "–" for pieces in (chunk.student_pieces, chunk.teacher_pieces)]
+    sides = ["".join(piece(text) for text in pieces) or "–" for pieces in (chunk.student_pieces, chunk.teacher_pieces)]
     return box(sides, kind)
 
 

@@ -13,9 +13,9 @@ from spanwise.report.page import escape
 COLOURS = 6
 
 STYLE = """
-.chunks { line-height: 1; display: flex; flex-wrap: wrap; gap: 3px; }
+.chunks { line-height: 1; display: flex; flex-wrap: wrap; gap: 3px; align-items: flex-start; }
 .chunk { border-radius: 4px; padding: 3px 4px; font: 13px/1.5 ui-monospace, Menlo, monospace; color: var(--ink); }
-.chunk .side { white-space: pre; display: block; min-height: 1.5em; border-radius: 2px; }
+.chunk .side { white-space: pre; display: block; min-height: 1.5em; }
 .chunk .side + .side { border-top: 1px solid var(--soft); }
 .chunk i { font-style: normal; }
 .chunk i + i { border-left: 1px solid var(--soft); padding-left: 2px; margin-left: 2px; }
@@ -31,9 +31,10 @@ def box(sides: Sequence[str], classes: str, attributes: str = "") -> str:
     return f'<div class="chunk {classes}"{attributes}>{inside}</div>'
 
 
-def piece(text: str, classes: str = "") -> str:
-    """One token's text as HTML."""
-    return f"<i{f' class={chr(34)}{classes}{chr(34)}' if classes else ''}>{escape(visible(text))}</i>"
+def piece(text: str, kind: str = "", count: int = 1) -> str:
+    """One token's text as HTML, or that of ``count`` like ones; ``kind`` is its class."""
+    opening = f'<i class="{kind}">' if kind else "<i>"
+    return f"{opening}{escape(visible(text))}{f' ×{count}' if count > 1 else ''}</i>"
 
 
 def visible(text: str) -> str:

@@ -45,7 +45,7 @@ class ShownColumn:
     """One box: the tokens above and below, what the pair is worth, whose document it is, and its image.
 
     Attributes:
-        state: paired, wrong (not claimed), unused (outside of what is trained on), alone (no other side).
+        state: paired, wrong (not claimed), unused (outside of what is trained on), alone (one side only).
         document: 1, 2, … where rows are packed; padding has 0.
         image: a data URI.
     """
@@ -136,10 +136,7 @@ def _box(number: int, column: ShownColumn, above: tuple[int, int], below: tuple[
 
 def _side(tokens: Sequence[ShownToken], image: str | None) -> str:
     picture = "" if image is None else f'<img src="{escape(image)}" alt="image">'
-    pieces = [
-        columns.piece(token.text if token.count == 1 else f"{token.text} ×{token.count}", token.kind)
-        for token in tokens
-    ]
+    pieces = [columns.piece(token.text, token.kind, token.count) for token in tokens]
     return picture + "".join(pieces)
 
 

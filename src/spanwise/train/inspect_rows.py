@@ -84,6 +84,7 @@ def _strip(
             state: State = "paired" if pair >= 0 and correct[pair] else "wrong"
             if (pair >= 0 and not valid[pair]) or (own and all(token.kind == "given" for token in own)):
                 state = "unused"
+            state = state if own else "alone"
             other = tuple(teacher_tokens[below[j]] for j in range(*lower))
             shown.append(ShownColumn(own, other, state, document))
     inside = sum(chunk >= 0 and correct[chunk] for chunk in mine)
