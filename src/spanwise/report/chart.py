@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from spanwise.report.page import escape
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 26, 34
+LEFT, RIGHT, TOP, BOTTOM = 56, 24, 26, 34
 MOST_POINTS = 400
 
 Point = tuple[float, float]
@@ -60,7 +60,8 @@ def dot_plot(groups: Mapping[str, Sequence[float]], *, title: str, x_label: str)
     def across(value: float) -> float:
         return label_width + (value - ticks[0]) / (ticks[-1] - ticks[0]) * (WIDTH - label_width - RIGHT)
 
-    marks = [
+    marks = [_title(title, 0)]
+    marks += [
         f'<line x1="{across(t):.1f}" y1="{TOP}" x2="{across(t):.1f}" y2="{height - BOTTOM}" stroke="var(--line)"/>'
         f'<text x="{across(t):.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">{t:g}</text>'
         for t in ticks
@@ -112,7 +113,7 @@ def _frame(
     y_ticks: Sequence[float],
     place: Callable[[float, float], Point],
 ) -> str:
-    parts = [f'<text x="{LEFT}" y="14" style="font-weight:600">{escape(title)}</text>']
+    parts = [_title(title, LEFT)]
     for tick in y_ticks:
         _, y = place(x_ticks[0], tick)
         parts.append(
@@ -126,6 +127,10 @@ def _frame(
     if y_label:
         parts.append(f'<text x="{WIDTH - RIGHT}" y="14" text-anchor="end">{escape(y_label)}</text>')
     return "".join(parts)
+
+
+def _title(title: str, x: int) -> str:
+    return f'<text x="{x}" y="14" style="font-weight:600">{escape(title)}</text>'
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
