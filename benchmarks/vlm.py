@@ -28,6 +28,7 @@ import transformers
 from PIL import Image
 
 from benchmarks.record import record
+from spanwise.loading import load_tokenizer
 from spanwise.spans.chat import AssistantSpans, UnprovenSpanError
 from spanwise.spans.pack import pack_documents
 from spanwise.vlm import VLMCollator
@@ -35,6 +36,7 @@ from spanwise.vlm.labels import labels_of_row
 from spanwise.vlm.media import copied_in_rgb
 from spanwise.vlm.pipeline import _as_tensors, template_source
 from spanwise.vlm.tokens import media_token_ids
+from tests.fetch import tokenizer_folder
 from tests.reference.label_oracle import expected_labels
 from tests.vlm import processors
 from tests.vlm.rendered import RENDERERS
@@ -229,19 +231,20 @@ SCRIPTS = {
 
 def pack_rows(documents: int) -> list[Row]:
     """Fill of packs of 1,024 tokens and what is left out, by lengths that are counted and by characters // 3."""
-    tokenizer = processors.build("qwen2_5_vl").tokenizer
+    tokenizer = load_tokenizer(tokenizer_folder("qwen2_5"))
     found = []
     for name, sentence in SCRIPTS.items():
         generator = torch.Generator().manual_seed(0)
-        most = 900 // len(tokenizer(sentence)["input_ids"]) + 2
-        texts = [sentence * int(torch.randint(1, most, (), generator=generator)) for _ in range(documents)]
+        most = 900 * len(sentence) // len(tokenizer(sentence)["input_ids"])
+        sizes = torch.randint(1, most, (documents,), generator=generator).tolist()
+        texts = [(sentence * (size // len(sentence) + 1))[:size] for size in sizes]
         lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
         bins = pack_documents(lengths, 1024)
         fills = [sum(lengths[document] for document in row) / 1024 for row in bins.rows]
         fill = statistics.mean(fills[:-1] or fills)
         guessed = pack_documents([len(text) // 3 for text in texts], 1024)
         lost = sum(_lost([lengths[document] for document in row], 1024) for row in guessed.rows)
-        context = f"{documents} documents; planned by characters // 3: {lost / documents:.0%} left out"
+        context = f"{documents} documents, Qwen2.5 tokens; planned by characters // 3: {lost / documents:.0%} left out"
         found.append(figure(f"fill of packs at 1,024, {name}", fill, "", "≥ 0.98", fill >= 0.98, context))
         found.append(figure(f"left out of packs, {name}", len(bins.too_long), "documents", 0, not bins.too_long))
     return found

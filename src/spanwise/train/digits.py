@@ -16,7 +16,7 @@ SIDE = 56
 
 
 def digit_rows(name: str = DIGITS) -> list[dict[str, Any]]:
-    """Rows with "conversation" and "digit"; ``builtin:digits:eval`` gives every fifth image, the name alone the rest."""
+    """Rows with "conversation" and "digit"; ``builtin:digits:eval`` gives every fifth image, the name the rest."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
