@@ -172,6 +172,17 @@ def test_resume_refuses_another_run_and_a_damaged_checkpoint(tmp_path, teacher):
         train(parse_recipe(content), resume=True)
 
 
+@pytest.mark.parametrize("family", ["prefix_kl", "projected_kl", "gold"])
+def test_the_fused_head_gives_the_same_curve(tmp_path, teacher, family):
+    curves = []
+    for fused in (False, True):
+        content = runs.recipe(tmp_path / str(fused), teacher)
+        content["teachers"][0]["loss"] = family
+        content["loss"] = {"fused": fused}
+        curves.append(losses(content))
+    torch.testing.assert_close(curves[1], curves[0], rtol=2e-5, atol=1e-6)
+
+
 def test_dynamic_scaling_uses_the_step_before(tmp_path, teacher):
     content = runs.recipe(tmp_path, teacher)
     content["loss"] = {"dynamic": True}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from spanwise.teachers.teacher import Teacher
 from spanwise.train import data as corpus
 from spanwise.train.distill_terms import LOSS_NAMES, LossFamily, TeacherTerm, make_term
 from spanwise.train.evaluation import measure
+from spanwise.train.fused_losses import fused_losses, last_hidden, unwrapped, verified_head, wants_fused
 from spanwise.train.recipe import Recipe, Section
 from spanwise.train.student import DTYPES, corpus_texts, student_model, student_tokenizer
 from spanwise.train.task import ReportSection
@@ -109,6 +111,9 @@ class LossSection(Section):
     ce_weight: float = Field(1.0, ge=0)
     temperature: float = Field(1.0, gt=0, description="Of every distillation term.")
     dynamic: bool = Field(False, description="Multiply kd with |ce| / |kd| of the step before.")
+    fused: bool | None = Field(
+        None, description="Compute the losses inside the LM head; default: from 32,768 student tokens on."
+    )
 
     @model_validator(mode="after")
     def _something_is_trained(self) -> LossSection:
@@ -249,6 +254,7 @@ class DistillTask:
         self.collator = make_collator(recipe, tokenizer, terms)
         self.train_rows = make_rows(recipe, rows)
         self._collated: Counter[str] = Counter()
+        self._fused: tuple[Any] | None = None
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """Supervised tokens for ce; chunks or positions for each teacher."""
@@ -263,6 +269,10 @@ class DistillTask:
         from spanwise.xtoken.losses import next_token_ce
         from spanwise.xtoken.losses.plan import token_plan_of_batch
 
+        head = self._head(model, batch)
+        if head is not None:
+            hidden = last_hidden(model, unwrapped(model), batch)
+            return self._named(fused_losses(hidden, head, self.terms, batch, scales))
         logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
         size = len(self.processing_class)
         parts: dict[str, LossParts] = {}
@@ -270,10 +280,26 @@ class DistillTask:
             plan = token_plan_of_batch(batch)
             parts["ce"] = next_token_ce(logits, plan=plan, student_vocab_size=size, scale=scales["ce"])
         for name, term in self.terms.items():
-            found = term.loss(logits, term.teacher.score(term.request(batch)), batch, scales[name])
-            metrics = {f"{name}/{key}": ratio for key, ratio in found.metrics.items()}
-            parts[name] = LossParts(found.total, found.count, metrics, found.scale)
-        return parts
+            parts[name] = term.loss(logits, term.teacher.score(term.request(batch)), batch, scales[name])
+        return self._named(parts)
+
+    def _named(self, parts: Mapping[str, LossParts]) -> dict[str, LossParts]:
+        """Each teacher's metrics under the teacher's name."""
+        return {
+            name: part
+            if name == "ce"
+            else replace(part, metrics={f"{name}/{key}": ratio for key, ratio in part.metrics.items()})
+            for name, part in parts.items()
+        }
+
+    def _head(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        """The verified head for the fused path, looked for once; None for the plain path."""
+        if self._fused is None:
+            bare = unwrapped(model)
+            wanted = wants_fused(self.recipe.loss.fused, self.terms, len(self.processing_class))
+            found = verified_head(bare, batch["input_ids"]) if wanted and isinstance(bare, type(self.model)) else None
+            self._fused = (found,)
+        return self._fused[0]
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """``kd``: the teachers' terms as they enter the total, before kd_weight."""

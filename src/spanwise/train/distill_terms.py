@@ -6,7 +6,7 @@ To offer another loss in recipes, add its name to ``LOSS_NAMES`` and a branch to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -84,7 +84,7 @@ class TeacherTerm:
     student_size: int
     temperature: float
     helper: Any = None
-    helper_device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    helper_device: str = "cpu"
 
     @property
     def prefix(self) -> str:
@@ -152,11 +152,28 @@ class TeacherTerm:
         divergence: Any = "jsd" if family.name == "jsd" else ("reverse" if family.reverse else "forward")
         return losses.same_vocab_kl(logits, scores, divergence=divergence, missing=family.missing, **width, **common)
 
+    def rows(self, scores: TeacherScores, batch: Mapping[str, Any], scale: float) -> tuple[Any, Any]:
+        """The term for the fused head: its RowLoss, and what turns an evaluated one into parts."""
+        from spanwise.xtoken.losses.gold import gold_parts, gold_rows
+        from spanwise.xtoken.losses.prefix import prefix_parts, prefix_rows
+        from spanwise.xtoken.losses.projected import projected_parts, projected_rows
+
+        family, plan, helper = self.family, self.plan(batch), self._helper_for(batch["input_ids"])
+        common: dict[str, Any] = {"temperature": self.temperature, "reverse": family.reverse, "scale": scale}
+        common["missing"] = family.missing
+        if family.name == "prefix_kl":
+            return prefix_rows(plan, scores, helper, keep=family.keep, min_mass=family.min_mass, **common), prefix_parts
+        if family.name == "projected_kl":
+            return projected_rows(plan, scores, helper, vocab_topk=family.vocab_topk, **common), projected_parts
+        relaxed = family.name == "h_kl"
+        rows = gold_rows(plan, scores, helper, relaxed=relaxed, uncommon_topk=family.uncommon_topk, **common)
+        return rows, gold_parts
+
     def _helper_for(self, like: Tensor) -> Any:
         """The trie or projection on the device of ``like``."""
-        if self.helper is not None and self.helper_device != like.device:
-            moved: Any = self.helper.to(like.device)
-            self.helper, self.helper_device = moved, like.device
+        if self.helper is not None and self.helper_device != str(like.device):
+            self.helper = self.helper.to(like.device)
+            self.helper_device = str(like.device)
         return self.helper
 
     def coverage(self, batch: Mapping[str, Any]) -> tuple[int, float | None]:
