@@ -54,8 +54,8 @@ class SharedLogitsBuffer:
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(
                 f"the shape of the logits buffer is {tuple(shape)}; expected three positive sizes (rows, length, "
-                "vocabulary). "
-                "One of them was probably not known yet. Fix: allocate after the first batch's sizes are known."
+                "vocabulary). One of them was probably not known yet. Fix: allocate after the first batch's sizes "
+                "are known."
             )
         self.device = torch.device(device)
         self.logits = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
@@ -94,8 +94,7 @@ class SharedLogitsBuffer:
             raise ValueError(
                 f"logits {tuple(logits.shape)} {logits.dtype} were written to a buffer of {tuple(self.logits.shape)} "
                 f"{self.logits.dtype}; expected sizes within it and its dtype. The batch probably grew after the "
-                "buffer was "
-                "made. Fix: allocate the buffer for the largest batch, and cast the logits to its dtype."
+                "buffer was made. Fix: allocate the buffer for the largest batch, and cast the logits to its dtype."
             )
         rows, length, width = logits.shape
         self.logits[:rows, :length, :width].copy_(logits)
@@ -124,8 +123,7 @@ def attach_logits(handle: Mapping[str, Any]) -> Tensor:
         raise ValueError(
             f"a logits handle lacks {sorted(missing)} or has version {handle.get('version')}; expected one made by "
             "SharedLogitsBuffer.handle() of this version of Spanwise. It was probably made by something else. Fix: "
-            "produce the "
-            "logits with spanwise.teachers.process.SharedLogitsBuffer."
+            "produce the logits with spanwise.teachers.process.SharedLogitsBuffer."
         )
     key = (handle["process"], handle["generation"])
     _check_alive(handle)
@@ -138,9 +136,8 @@ def attach_logits(handle: Mapping[str, Any]) -> Tensor:
         except (RuntimeError, OSError) as error:
             _check_alive(handle)
             raise StaleHandleError(
-                f"the teacher's logits could not be mapped ({str(error).splitlines()[0]}); expected a live buffer. The "
-                "handle "
-                "probably outlived its SharedLogitsBuffer. Fix: ask the producer for fresh handles."
+                f"the teacher's logits could not be mapped ({str(error).splitlines()[0]}); expected a live buffer. "
+                "The handle probably outlived its SharedLogitsBuffer. Fix: ask the producer for fresh handles."
             ) from error
         while len(_ATTACHED) > _MOST_ATTACHED:
             _ATTACHED.popitem(last=False)
@@ -149,8 +146,8 @@ def attach_logits(handle: Mapping[str, Any]) -> Tensor:
         del _ATTACHED[key]
         raise StaleHandleError(
             "the handle names teacher logits whose buffer was closed; expected a handle of the buffer in use. The "
-            "producer was "
-            "probably restarted or resized. Fix: ask it for fresh handles (SharedLogitsBuffer.sample_handles)."
+            "producer was probably restarted or resized. Fix: ask it for fresh handles "
+            "(SharedLogitsBuffer.sample_handles)."
         )
     return logits
 
@@ -160,8 +157,7 @@ def _check_alive(handle: Mapping[str, Any]) -> None:
     if process_identity(pid) != tuple(handle["process"]):
         raise DeadProducerError(
             f"the process {pid} that holds the teacher's logits is gone; expected it to live as long as its readers. "
-            "It "
-            "probably crashed or was stopped. Fix: look at its log, restart it, and ask it for fresh handles."
+            "It probably crashed or was stopped. Fix: look at its log, restart it, and ask it for fresh handles."
         )
 
 

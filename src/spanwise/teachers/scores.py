@@ -127,10 +127,10 @@ class TeacherScores:
         if self.form != "dense" and temperature != self.temperature:
             raise ValueError(
                 f"a loss at temperature {temperature:g} was given {self.form} teacher scores taken at "
-                f"{self.temperature:g}; expected equal temperatures, since the mass of what was left out is only known "
-                "at "
-                "the one the scores were taken at. The teacher was probably cached or served with its default. "
-                f"Fix: take the scores at {temperature:g}, or set the loss's temperature to {self.temperature:g}."
+                f"{self.temperature:g}; expected equal temperatures, since the mass of what was left out is only "
+                "known at the one the scores were taken at. The teacher was probably cached or served with its "
+                f"default. Fix: take the scores at {temperature:g}, or set the loss's temperature to "
+                f"{self.temperature:g}."
             )
         return self
 
@@ -153,10 +153,8 @@ class TeacherScores:
         if self.top_ids is None or self.top_logp is None or self.log_tail is None:
             raise ValueError(
                 f"a loss over the whole vocabulary was given teacher scores of the form '{self.form}'; expected dense "
-                "or "
-                "top-k scores. The teacher was probably asked for another loss. Fix: ask it for logits or top-k, or "
-                "use "
-                "the loss this form is for (shared: projected_kl, observed: alm)."
+                "or top-k scores. The teacher was probably asked for another loss. Fix: ask it for logits or top-k, "
+                "or use the loss this form is for (shared: projected_kl, observed: alm)."
             )
         ids = _pick_integers(self.top_ids, rows)
         logp = _pick(self.top_logp, rows)
@@ -170,10 +168,8 @@ class TeacherScores:
         if self.logits is not None and self.logits.shape[-1] < width:
             raise ValueError(
                 f"the teacher's head scores {self.logits.shape[-1]:,} tokens and its side of the vocabulary has "
-                f"{width:,}; "
-                "expected a head at least as wide. The projection or the tokenizer probably belongs to another "
-                "teacher. "
-                "Fix: rebuild it: spanwise project build STUDENT TEACHER -o FILE."
+                f"{width:,}; expected a head at least as wide. The projection or the tokenizer probably belongs to "
+                "another teacher. Fix: rebuild it: spanwise project build STUDENT TEACHER -o FILE."
             )
 
     def topk(self, k: int, *, temperature: float = 1.0, width: int | None = None) -> TeacherScores:
@@ -369,8 +365,6 @@ def _spread(
 def _beyond(largest: int, width: int) -> str:
     return (
         f"the teacher's top-k names token {largest:,} and its side of the vocabulary ends at {width - 1:,}; expected "
-        "ids "
-        "below the tokenizer's size. The scores were probably taken from a padded head or by another teacher. Fix: cut "
-        "the "
-        "head to the tokenizer before taking the top-k, or rebuild the projection for this teacher."
+        "ids below the tokenizer's size. The scores were probably taken from a padded head or by another teacher. "
+        "Fix: cut the head to the tokenizer before taking the top-k, or rebuild the projection for this teacher."
     )

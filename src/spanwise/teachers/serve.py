@@ -46,8 +46,8 @@ def serve(
     if token is None and not is_loopback(host):
         raise ValueError(
             f"the server was told to listen on {host} without a token; expected a token wherever other machines can "
-            "reach it. The option was probably left out. "
-            f"Fix: pass --token, set {TOKEN_VARIABLE}, or listen on 127.0.0.1."
+            f"reach it. The option was probably left out. Fix: pass --token, set {TOKEN_VARIABLE}, or listen on "
+            "127.0.0.1."
         )
     uvicorn = _uvicorn()
     # The port is taken before the model is loaded: a wrong one is said at once.

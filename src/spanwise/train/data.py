@@ -116,8 +116,7 @@ def _load(reader: str, files: list[str], stream: bool) -> Any:
         raise ValueError(
             f"{files[0]} could not be read as {reader} ({type(cause).__name__}: {str(cause).splitlines()[0]}); "
             "expected a complete file of that kind with the same columns in every row. It is probably truncated or "
-            "malformed. "
-            "Fix: check the line it names."
+            "malformed. Fix: check the line it names."
         ) from error
 
 

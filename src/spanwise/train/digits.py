@@ -28,8 +28,7 @@ def digit_rows(name: str = DIGITS) -> list[dict[str, Any]]:
     if name not in (DIGITS, DIGITS + HELD_OUT):
         raise ValueError(
             f"there is no built-in data set '{name}'; expected {DIGITS} or {DIGITS}{HELD_OUT}. It is probably "
-            "misspelt. "
-            "Fix: use one of these."
+            "misspelt. Fix: use one of these."
         )
     found: Any = load_digits()
     rows = []

@@ -69,8 +69,7 @@ def document_windows(
     if not 0 < stride_bytes <= window_bytes:
         raise ValueError(
             f"windows of {window_bytes} bytes advance by {stride_bytes}; expected a stride from 1 to the window. The "
-            "two "
-            "were probably swapped. Fix: set eval.stride_bytes to about half of eval.window_bytes."
+            "two were probably swapped. Fix: set eval.stride_bytes to about half of eval.window_bytes."
         )
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:

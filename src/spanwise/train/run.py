@@ -137,8 +137,7 @@ def _check_room(folder: Path, model: Any) -> None:
     if free < needed:
         raise ValueError(
             f"the disk of '{folder}' has {free / 2**30:.2f} GiB free; expected at least {needed / 2**30:.2f} GiB for "
-            "two "
-            "checkpoints. Fix: free space, or name an output folder on another disk."
+            "two checkpoints. Fix: free space, or name an output folder on another disk."
         )
 
 

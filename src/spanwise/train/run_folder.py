@@ -126,8 +126,7 @@ def verify_checkpoint(folder: Path) -> None:
     if not manifest.is_file():
         raise ValueError(
             f"the checkpoint '{folder}' has no {MANIFEST}; expected one that Spanwise wrote. It was probably written "
-            "by "
-            f"another tool or copied in part. {fix}"
+            f"by another tool or copied in part. {fix}"
         )
     entries = json.loads(manifest.read_text())["files"]
     for name, entry in entries.items():
@@ -140,8 +139,7 @@ def verify_checkpoint(folder: Path) -> None:
         if file.stat().st_size != entry["bytes"] or file_digest(file) != entry["sha256"]:
             raise ValueError(
                 f"{file} differs from what was written ({file.stat().st_size:,} bytes, expected {entry['bytes']:,} "
-                "with "
-                f"sha256 {entry['sha256'][:12]}…). The disk or a copy probably damaged it. {fix}"
+                f"with sha256 {entry['sha256'][:12]}…). The disk or a copy probably damaged it. {fix}"
             )
     if not any(name.split("/")[0] in OPTIMIZER_NAMES for name in entries):
         raise ValueError(

@@ -93,8 +93,7 @@ def fresh_model(fields: dict[str, Any], tokenizer: Any, dtype: str = "float32") 
     if "model_type" not in fields:
         raise ValueError(
             f"student.model has the fields {', '.join(fields)}; expected model_type among them (llama, qwen2, …), "
-            "which "
-            "says what to build. Fix: add student.model.model_type."
+            "which says what to build. Fix: add student.model.model_type."
         )
     defaults = {
         "vocab_size": len(tokenizer),
@@ -114,8 +113,7 @@ def check_head(model: Any, tokenizer: Any) -> None:
         raise ValueError(
             f"the student's head scores {width:,} tokens and its tokenizer has {size:,}; expected a head at least as "
             "wide. The tokenizer is probably another model's. Fix: use the model's own tokenizer, or move the model "
-            "onto "
-            "this one first: spanwise swap MODEL TOKENIZER -o OUT."
+            "onto this one first: spanwise swap MODEL TOKENIZER -o OUT."
         )
     if width > size:
         logger.info("the student's head scores %d tokens and is cut to the tokenizer's %d", width, size)

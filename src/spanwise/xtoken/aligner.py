@@ -196,8 +196,7 @@ class _Side:
             raise ValueError(
                 f"the {name}'s ids hold {strange}; expected 0 to {size - 1}, the ids of its tokenizer. The sides were "
                 f"probably swapped, or padding is not masked. Fix: pass {name}_attention_mask, and ids of the "
-                "tokenizer "
-                "that the aligner was made with."
+                "tokenizer that the aligner was made with."
             )
         bounds = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(real.sum(axis=1))])
         self.tokens = Tokens(flat, bounds, profile)

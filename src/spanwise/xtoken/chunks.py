@@ -39,8 +39,7 @@ def chunk_average_log_probs(
     if chunk_id.numel() and (int(chunk_id.max()) >= max_chunks or int(chunk_id.min()) < -1):
         raise ValueError(
             f"chunk ids run from {int(chunk_id.min())} to {int(chunk_id.max())} and max_chunks is {max_chunks}; "
-            "expected "
-            "ids from -1 (no chunk) to max_chunks - 1. The ids probably belong to another batch. Fix: pass "
+            "expected ids from -1 (no chunk) to max_chunks - 1. The ids probably belong to another batch. Fix: pass "
             "max_chunks=alignment.pair_valid.shape[1]."
         )
     batch, _, width = log_probs.shape
@@ -84,10 +83,9 @@ def alignment_from_flat_batch(data: Mapping[str, Any], *, teacher_index: int | N
         present = sorted(key for key in data if key.startswith("alignment_"))
         raise ValueError(
             f"the batch lacks {', '.join(prefix + name for name in missing)}; expected every field of AlignmentBatch. "
-            "It has "
-            f"{present or 'no alignment_* key'}. The collator was probably given no aligner, or a list of teachers, "
-            "whose "
-            "keys carry an index. Fix: pass aligner=TokenAligner(…) to the collator, or teacher_index=0 here."
+            f"It has {present or 'no alignment_* key'}. The collator was probably given no aligner, or a list of "
+            "teachers, whose keys carry an index. Fix: pass aligner=TokenAligner(…) to the collator, or "
+            "teacher_index=0 here."
         )
     found = {f.name: data[prefix + f.name] for f in fields(AlignmentBatch) if prefix + f.name in data}
     return AlignmentBatch(**found)

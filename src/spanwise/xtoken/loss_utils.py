@@ -59,8 +59,8 @@ def rebuild_teacher_full_logits_from_ipc(data: Mapping[str, Any]) -> Tensor:
     if not samples:
         raise ValueError(
             "the batch has no teacher_full_logits_ipc entries; expected one per sample. The teacher was probably not "
-            "asked for "
-            "shared logits. Fix: data['teacher_full_logits_ipc'] = buffer.sample_handles() of a SharedLogitsBuffer."
+            "asked for shared logits. Fix: data['teacher_full_logits_ipc'] = buffer.sample_handles() of a "
+            "SharedLogitsBuffer."
         )
     rows = [int(sample["sample_idx_within_rank"]) for sample in samples]
     first = samples[0]["rank_logits_ipc"]
@@ -68,17 +68,16 @@ def rebuild_teacher_full_logits_from_ipc(data: Mapping[str, Any]) -> Tensor:
     if len(ranks) != 1 or rows != list(range(rows[0], rows[0] + len(rows))):
         raise ValueError(
             f"the micro-batch's samples lie at rows {rows} of {len(ranks)} buffer(s); expected consecutive rows of "
-            "one, since a "
-            "view cannot gather. The batch was probably shuffled after the teacher's pass. Fix: slice micro-batches in "
-            "the "
-            "order of the producer's rows, or gather explicitly with attach_logits(handle)[rows]."
+            "one, since a view cannot gather. The batch was probably shuffled after the teacher's pass. Fix: slice "
+            "micro-batches in the order of the producer's rows, or gather explicitly with "
+            "attach_logits(handle)[rows]."
         )
     logits = attach_logits(first)
     if rows[0] < 0 or rows[-1] >= len(logits):
         raise ValueError(
-            f"the micro-batch asks for rows {rows[0]} to {rows[-1]} of a buffer of {len(logits)}; expected rows inside "
-            "it. The "
-            "handles probably belong to a larger batch. Fix: take them from the producer that wrote these logits."
+            f"the micro-batch asks for rows {rows[0]} to {rows[-1]} of a buffer of {len(logits)}; expected rows "
+            "inside it. The handles probably belong to a larger batch. Fix: take them from the producer that wrote "
+            "these logits."
         )
     return logits[rows[0] : rows[-1] + 1]
 
@@ -196,11 +195,9 @@ def get_topk_projection(path: str | os.PathLike[str], device: torch.device) -> t
         content, _ = read_projection_file(path)
         if "indices" not in content:
             raise ValueError(
-                f"'{path}' holds the sparse form (student, teacher) -> count; expected the dense top-k form, since the "
-                "exact map "
-                "needs each row's weights. Fix: Projection.load(FILE).save(NEW_FILE), or spanwise project build "
-                "STUDENT TEACHER "
-                "-o FILE."
+                f"'{path}' holds the sparse form (student, teacher) -> count; expected the dense top-k form, since "
+                "the exact map needs each row's weights. Fix: Projection.load(FILE).save(NEW_FILE), or spanwise "
+                "project build STUDENT TEACHER -o FILE."
             )
         return content["indices"].to(device), content["likelihoods"].to(device)
 

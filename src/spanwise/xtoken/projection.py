@@ -53,10 +53,8 @@ class Projection:
         if largest >= self.teacher_vocab_size:
             raise ValueError(
                 f"the projection maps to teacher token {largest:,} and the teacher has {self.teacher_vocab_size:,} "
-                "tokens; "
-                "expected ids below that. It was probably built with another tokenizer. Rebuild it: spanwise project "
-                "build "
-                "STUDENT TEACHER -o FILE."
+                "tokens; expected ids below that. It was probably built with another tokenizer. Rebuild it: spanwise "
+                "project build STUDENT TEACHER -o FILE."
             )
 
     @property

@@ -36,8 +36,7 @@ def read_projection_file(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], 
     if not file.is_file():
         raise FileNotFoundError(
             f"there is no projection file '{file}'; expected one. The path is probably misspelt, or it was never "
-            "built. Fix: "
-            f"spanwise project build STUDENT TEACHER -o {file}"
+            f"built. Fix: spanwise project build STUDENT TEACHER -o {file}"
         )
     content, metadata = _safetensors(file) if _is_safetensors(file) else (_plain_pt(file), {})
     if isinstance(content, Mapping):
@@ -50,10 +49,8 @@ def read_projection_file(path: str | os.PathLike[str]) -> tuple[dict[Any, Any], 
             return dict(content), metadata
     raise ValueError(
         f"'{file}' is not in a recognized format for a projection: it holds {_described(content)}; expected indices "
-        "and "
-        "likelihoods of one shape [Vs, K], or a dict of (student id, teacher id) -> count. It is probably another "
-        "file, such "
-        f"as a model. Fix: spanwise project build STUDENT TEACHER -o {file}"
+        "and likelihoods of one shape [Vs, K], or a dict of (student id, teacher id) -> count. It is probably "
+        f"another file, such as a model. Fix: spanwise project build STUDENT TEACHER -o {file}"
     )
 
 
@@ -77,12 +74,10 @@ def load_projection(
         if tokenizer is not None and built_for is not None and built_for != tokenizer_fingerprint(tokenizer):
             raise ValueError(
                 f"the projection '{path}' was built for the {side} tokenizer "
-                f"'{metadata.get(f'{side}_name', 'unknown')}' and "
-                f"another one is in use ('{tokenizer_name(tokenizer)}'); expected equal vocabularies. The file "
-                "probably "
-                "belongs to another pair, or the tokenizer was changed since. Rebuild it: spanwise project build "
-                "STUDENT "
-                f"TEACHER -o {path}"
+                f"'{metadata.get(f'{side}_name', 'unknown')}' and another one is in use "
+                f"('{tokenizer_name(tokenizer)}'); expected equal vocabularies. The file probably belongs to another "
+                "pair, or the tokenizer was changed since. Rebuild it: spanwise project build STUDENT TEACHER -o "
+                f"{path}"
             )
     teacher_size = int(metadata.get("teacher_vocab_size", 0))
     if "indices" in content:
@@ -165,9 +160,8 @@ def _plain_pt(file: Path) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise ValueError(
             f"'{file}' is not in a recognized format for a projection ({type(error).__name__}); expected safetensors, "
-            "or a "
-            ".pt of tensors and plain containers, since anything else could run code. It is probably damaged, or holds "
-            f"pickled objects. Fix: spanwise project build STUDENT TEACHER -o {file}"
+            "or a .pt of tensors and plain containers, since anything else could run code. It is probably damaged, "
+            f"or holds pickled objects. Fix: spanwise project build STUDENT TEACHER -o {file}"
         ) from error
 
 

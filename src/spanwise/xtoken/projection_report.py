@@ -50,10 +50,9 @@ def check_projection(path: str | os.PathLike[str], student: Any, teacher: Any) -
     near, far = token_table(student), token_table(teacher)
     if projection.student_vocab_size < near.size or projection.teacher_vocab_size > far.size:
         raise ValueError(
-            f"the projection '{path}' is {projection.student_vocab_size:,} × {projection.teacher_vocab_size:,} and the "
-            f"tokenizers have {near.size:,} and {far.size:,} tokens; expected all student rows and no teacher id "
-            "beyond. It was "
-            f"built for other tokenizers. Rebuild it: spanwise project build STUDENT TEACHER -o {path}"
+            f"the projection '{path}' is {projection.student_vocab_size:,} × {projection.teacher_vocab_size:,} and "
+            f"the tokenizers have {near.size:,} and {far.size:,} tokens; expected all student rows and no teacher id "
+            f"beyond. It was built for other tokenizers. Rebuild it: spanwise project build STUDENT TEACHER -o {path}"
         )
     ordinary = near.known & ~near.special & (near.lengths > 0)
     filled = (projection.indices[: near.size] >= 0).any(-1)

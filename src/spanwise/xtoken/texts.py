@@ -18,8 +18,7 @@ def checked_text(text: object, row: int) -> str:
     if not isinstance(text, str):
         raise ValueError(
             f"row {row} holds a text of type {type(text).__name__}; expected str. The column was probably read as "
-            "bytes, "
-            "numbers or with missing values. Fix: decode or drop such rows before collating."
+            "bytes, numbers or with missing values. Fix: decode or drop such rows before collating."
         )
     try:
         text.encode()

@@ -7,14 +7,9 @@ nothing is shifted by the caller.
 **Counts before floats.** What a loss counts follows from integers, so that a trainer can reduce it over micro-batches
 and ranks before the first forward pass and hand each loss ``scale = weight / global count``:
 
-==================================  ==========================  ==============================================
-loss                                counts                      plan, count, plan from a collator's batch
-==================================  ==========================  ==============================================
-projected_kl, gold, alm, uld        valid chunks                plan_chunks, count_chunks, chunk_plan_of_batch
-prefix_kl                           supervised positions        plan_prefix, count_prefix_positions,
-prefix_plan_of_batch next_token_ce, same_vocab_kl        supervised tokens           plan_tokens, count_tokens,
-token_plan_of_batch ==================================  ==========================
-==============================================
+- projected_kl, gold, alm, uld count valid chunks: ``plan_chunks``, ``chunk_plan_of_batch``
+- prefix_kl counts supervised positions: ``plan_prefix``, ``prefix_plan_of_batch``
+- next_token_ce, same_vocab_kl count supervised tokens: ``plan_tokens``, ``token_plan_of_batch``
 
 A plan's ``.count`` is the term's count (each unit weighted by its document's ``sample_mask``); hand the plan to the
 loss (``plan=plan``) and nothing is planned twice. Any split into micro-batches, ranks or packed rows gives the same
@@ -23,8 +18,8 @@ sums.
     plans = [prefix_plan_of_batch(micro, trie) for micro in micro_batches]
     total_count = dp_all_reduce_sum(sum(plan.count for plan in plans))
     for micro, plan in zip(micro_batches, plans):
-        parts = prefix_kl(model(...).logits, scores, trie=trie, plan=plan, scale=kd_weight / max(float(total_count),
-        1.0)) parts.total.backward()
+        scale = kd_weight / max(float(total_count), 1.0)
+        prefix_kl(model(...).logits, scores, trie=trie, plan=plan, scale=scale).total.backward()
 """
 
 from spanwise.xtoken.losses.alm import alm, merge_pairs

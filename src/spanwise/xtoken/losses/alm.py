@@ -231,8 +231,7 @@ def _chunk_logp(plan: ChunkPlan, scores: TeacherScores, teacher_input_ids: Tenso
         raise ValueError(
             "alm was given teacher scores without observed_logp and no teacher_input_ids; expected one of them. The "
             "teacher was probably asked for its top-k alone. Fix: ask it for the observed tokens' log-probabilities, "
-            "or "
-            "pass the ids."
+            "or pass the ids."
         )
     observed = scores.observed_logp if scores.observed_logp is not None else scores.observed(_given(teacher_input_ids))
     observed = observed.reshape(-1)

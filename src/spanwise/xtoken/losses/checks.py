@@ -17,8 +17,7 @@ def check_temperature(temperature: float) -> None:
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(
             f"the temperature is {temperature}; expected a positive finite number. It was probably set to 0 to switch "
-            "it "
-            "off. Fix: 1.0 leaves the distributions as they are."
+            "it off. Fix: 1.0 leaves the distributions as they are."
         )
 
 
@@ -26,11 +25,9 @@ def check_scores(scores: TeacherScores, batch: int, length: int) -> None:
     """Refuse teacher scores of another shape than the alignment's teacher side."""
     if scores.shape != (batch, length):
         raise ValueError(
-            f"the teacher scores are {scores.shape[0]} × {scores.shape[1]} and the alignment's teacher side is {batch} "
-            "× "
-            f"{length}; expected equal shapes. The scores probably belong to another batch or teacher, or the batch "
-            "was "
-            "sliced after scoring. Fix: slice scores and batch alike (TeacherScores.slice)."
+            f"the teacher scores are {scores.shape[0]} × {scores.shape[1]} and the alignment's teacher side is "
+            f"{batch} × {length}; expected equal shapes. The scores probably belong to another batch or teacher, or "
+            "the batch was sliced after scoring. Fix: slice scores and batch alike (TeacherScores.slice)."
         )
 
 
@@ -45,15 +42,13 @@ def chosen_plan(
         if alignment is None:
             raise ValueError(
                 "a chunk loss was given neither an alignment nor a plan; expected one. The batch was probably not "
-                "unpacked. "
-                "Fix: pass alignment=alignment_from_flat_batch(batch), or plan=chunk_plan_of_batch(batch)."
+                "unpacked. Fix: pass alignment=alignment_from_flat_batch(batch), or plan=chunk_plan_of_batch(batch)."
             )
         return plan_chunks(alignment, sample_mask=sample_mask, exact_token_match_only=exact_token_match_only)
     if sample_mask is not None:
         raise ValueError(
             "a chunk loss was given a plan and a sample_mask; expected the mask inside the plan. The mask would "
-            "otherwise be "
-            "ignored. Fix: plan_chunks(alignment, sample_mask=…), and pass the plan alone."
+            "otherwise be ignored. Fix: plan_chunks(alignment, sample_mask=…), and pass the plan alone."
         )
     return plan.correct_only() if exact_token_match_only else plan
 
@@ -65,8 +60,7 @@ def projection_of(projection: Projection | Tensor) -> Projection:
     if not projection.is_sparse:
         raise ValueError(
             f"a {projection.layout} tensor was given as a projection; expected a Projection or a sparse COO tensor. A "
-            "dense "
-            "matrix of two vocabularies takes tens of gigabytes. Fix: Projection.load(FILE) or "
+            "dense matrix of two vocabularies takes tens of gigabytes. Fix: Projection.load(FILE) or "
             "get_sparse_projection_matrix(FILE, …)."
         )
     matrix = projection.coalesce()

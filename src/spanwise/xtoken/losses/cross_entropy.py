@@ -27,8 +27,7 @@ class CrossEntropyRows:
         if largest >= width:
             raise ValueError(
                 f"the text holds token {largest:,} and the student scores {width:,} tokens; expected ids below that. "
-                "The "
-                "tokens were probably made by another tokenizer. Fix: tokenize with the student's, or resize its "
+                "The tokens were probably made by another tokenizer. Fix: tokenize with the student's, or resize its "
                 "embeddings."
             )
         self.plan, self.rows, self.width, self.factor = plan, plan.rows, width, factor
@@ -86,8 +85,8 @@ def next_token_ce(
         if input_ids is None:
             raise ValueError(
                 "next_token_ce was given neither input_ids nor a plan; expected one. The batch was probably not "
-                "unpacked. "
-                "Fix: pass input_ids=batch['input_ids'] and mask=batch['token_mask'], or plan=plan_tokens(…)."
+                "unpacked. Fix: pass input_ids=batch['input_ids'] and mask=batch['token_mask'], or "
+                "plan=plan_tokens(…)."
             )
         plan = plan_tokens(input_ids, mask, sample_mask=sample_mask, segment_ids=segment_ids)
     width = student_logits.shape[-1] if student_vocab_size is None else student_vocab_size

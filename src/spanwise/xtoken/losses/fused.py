@@ -39,10 +39,8 @@ def fused(hidden: Float[Tensor, "B S H"], head: Head, loss: RowLoss) -> Float[Te
     if len(head.weight) < loss.width:
         raise ValueError(
             f"the student's head scores {len(head.weight):,} tokens and its tokenizer has {loss.width:,}; expected a "
-            "head at "
-            "least as wide. The projection or tokenizer probably belongs to another student. Fix: rebuild the "
-            "projection: "
-            "spanwise project build STUDENT TEACHER -o FILE, or resize the model's embeddings."
+            "head at least as wide. The projection or tokenizer probably belongs to another student. Fix: rebuild "
+            "the projection: spanwise project build STUDENT TEACHER -o FILE, or resize the model's embeddings."
         )
     if not len(loss.rows):
         parameters = [t for t in (head.weight, head.bias, head.lora_a, head.lora_b) if t is not None]
@@ -60,10 +58,8 @@ class TogetherRows:
         if divergence.repeats or divergence.width != cross_entropy.width:
             raise ValueError(
                 f"losses of widths {divergence.width:,} and {cross_entropy.width:,} were put together (one reads rows "
-                "twice: "
-                f"{divergence.repeats}); expected one width and single readings. Fix: give both the student "
-                "tokenizer's size, "
-                "or evaluate them one after the other."
+                f"twice: {divergence.repeats}); expected one width and single readings. Fix: give both the student "
+                "tokenizer's size, or evaluate them one after the other."
             )
         self.divergence, self.width, self.repeats = divergence, divergence.width, False
         tokens = cross_entropy.plan.rows

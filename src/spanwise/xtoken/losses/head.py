@@ -59,8 +59,7 @@ def read_head(model: Any) -> Head:
     if layer is None:
         raise ValueError(
             f"{type(model).__name__} has no output embeddings; expected a causal language model with an LM head. A "
-            "bare encoder "
-            "was probably passed. Fix: load it with AutoModelForCausalLM, or use the unfused losses."
+            "bare encoder was probably passed. Fix: load it with AutoModelForCausalLM, or use the unfused losses."
         )
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     multiplier = float(getattr(config, "logit_scale", None) or 1.0)
@@ -113,12 +112,9 @@ def checked_head(model: Any, input_ids: Int[Tensor, "1 S"]) -> Head | None:
     if gap > TOLERANCE.get(head.weight.dtype, 1e-3) * max(largest, 1.0):
         warnings.warn(
             f"the fused loss is not used: the head read from {type(model).__name__} (bias, scaling, soft-capping, "
-            "LoRA) gives "
-            f"logits that differ by {gap:.3g} from the model's own, whose largest is {largest:.3g}; expected equal "
-            "ones. The "
-            "model probably does something after its last hidden state that its configuration does not say. The "
-            "unfused path "
-            "is exact and needs more memory.",
+            f"LoRA) gives logits that differ by {gap:.3g} from the model's own, whose largest is {largest:.3g}; "
+            "expected equal ones. The model probably does something after its last hidden state that its "
+            "configuration does not say. The unfused path is exact and needs more memory.",
             stacklevel=2,
         )
         return None

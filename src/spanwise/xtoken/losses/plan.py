@@ -316,10 +316,9 @@ def _documents(batch: int, sample_mask: Tensor | None, *, packed: bool, document
     documents = needed if sample_mask is None else len(sample_mask)
     if documents < needed or (documents != needed and not packed):
         raise ValueError(
-            f"sample_mask has {documents} entries for {needed} documents in {batch} rows; expected one per document. A "
-            "mask of another batch, or one per row of a packed batch, was probably passed. Fix: pass the collator's "
-            "own "
-            "sample_mask, and pair_document / segment_ids with it when rows are packed."
+            f"sample_mask has {documents} entries for {needed} documents in {batch} rows; expected one per document. "
+            "A mask of another batch, or one per row of a packed batch, was probably passed. Fix: pass the "
+            "collator's own sample_mask, and pair_document / segment_ids with it when rows are packed."
         )
     return documents
 
@@ -341,9 +340,8 @@ def _pair_key(chunk_id: Tensor, pairs: int) -> Tensor:
     if largest >= pairs:
         raise ValueError(
             f"a chunk id is {largest} and the alignment has {pairs} pairs per row; expected ids below {pairs}. The "
-            "chunk "
-            "ids probably belong to another batch, or pair_valid was cut. Fix: pass the alignment as the aligner made "
-            "it."
+            "chunk ids probably belong to another batch, or pair_valid was cut. Fix: pass the alignment as the "
+            "aligner made it."
         )
     row = torch.arange(len(chunk_id), device=chunk_id.device)[:, None]
     return torch.where(chunk_id >= 0, row * pairs + chunk_id, -1).reshape(-1)

@@ -183,8 +183,8 @@ def prefix_kl(
         if alignment is None or student_input_ids is None or teacher_input_ids is None:
             raise ValueError(
                 "prefix_kl was given neither a plan nor alignment, student_input_ids and teacher_input_ids; expected "
-                "one of "
-                "the two. A part of the batch was probably left out. Fix: pass all three, or plan=plan_prefix(…)."
+                "one of the two. A part of the batch was probably left out. Fix: pass all three, or "
+                "plan=plan_prefix(…)."
             )
         plan = plan_prefix(
             alignment,

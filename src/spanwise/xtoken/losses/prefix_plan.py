@@ -107,8 +107,7 @@ def plan_prefix(
     if student_end is None or teacher_end is None:
         raise ValueError(
             "prefix KL was given an alignment without byte offsets; expected student_byte_end and teacher_byte_end. "
-            "They "
-            "are only made on request. Fix: pass byte_offsets=True to the aligner and the collator."
+            "They are only made on request. Fix: pass byte_offsets=True to the aligner and the collator."
         )
     _check_ids(student_input_ids, trie.student_vocab_size, "student")
     _check_ids(teacher_input_ids, trie.teacher_vocab_size, "teacher")

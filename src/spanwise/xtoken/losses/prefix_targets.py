@@ -111,17 +111,15 @@ def _candidates(
     if scores.top_ids is None or scores.top_logp is None or scores.log_tail is None:
         raise ValueError(
             f"prefix KL was given teacher scores of the form '{scores.form}'; expected dense or top-k scores. The "
-            "teacher "
-            "was probably asked for another loss. Fix: ask it for its top-k, 64 is plenty."
+            "teacher was probably asked for another loss. Fix: ask it for its top-k, 64 is plenty."
         )
     ids, logp = scores.top_ids[:, 0].long(), scores.top_logp[:, 0]
     logp = logp.to(torch.promote_types(logp.dtype, torch.float32))
     if bool((ids >= width).any()):
         raise ValueError(
-            f"the teacher's top-k names token {int(ids.max()):,} and its tokenizer ends at {width - 1:,}; expected ids "
-            "below "
-            "the tokenizer's size. The scores were probably taken from a padded head. Fix: cut the head before the "
-            "top-k."
+            f"the teacher's top-k names token {int(ids.max()):,} and its tokenizer ends at {width - 1:,}; expected "
+            "ids below the tokenizer's size. The scores were probably taken from a padded head. Fix: cut the head "
+            "before the top-k."
         )
     listed = ids == following
     p = logp.exp().masked_fill(ids < 0, 0.0)

@@ -66,8 +66,7 @@ class ProjectedRows:
         if vocab_topk < 1:
             raise ValueError(
                 f"vocab_topk is {vocab_topk}; expected at least 1. It was probably set to 0 to switch the limit off. "
-                "Fix: "
-                "pass the teacher's vocabulary size to use all of it."
+                "Fix: pass the teacher's vocabulary size to use all of it."
             )
         self.plan, self.scores, self.missing = plan, scores, missing
         self.temperature, self.reverse, self.factor = temperature, reverse, factor

@@ -96,18 +96,16 @@ def over_logits(student_logits: Float[Tensor, "B S Vh"], loss: RowLoss, *, inpla
     head = student_logits.shape[-1]
     if head < loss.width:
         raise ValueError(
-            f"the student's head scores {head:,} tokens and its tokenizer has {loss.width:,}; expected a head at least "
-            "as "
-            "wide. The projection or tokenizer probably belongs to another student. Fix: rebuild the projection: "
-            "spanwise project build STUDENT TEACHER -o FILE, or resize the model's embeddings."
+            f"the student's head scores {head:,} tokens and its tokenizer has {loss.width:,}; expected a head at "
+            "least as wide. The projection or tokenizer probably belongs to another student. Fix: rebuild the "
+            "projection: spanwise project build STUDENT TEACHER -o FILE, or resize the model's embeddings."
         )
     if not len(loss.rows):
         return nothing_counted(student_logits).to(torch.promote_types(student_logits.dtype, torch.float32))
     if inplace and loss.repeats:
         raise ValueError(
             "an in-place gradient was asked of a loss that reads rows twice (ALM with debiasing); expected one "
-            "reading. The "
-            "first would overwrite what the second needs. Fix: pass inplace=False."
+            "reading. The first would overwrite what the second needs. Fix: pass inplace=False."
         )
     # Inside forward() grad mode is off and needs_input_grad is set all the same, so it is asked here.
     wanted = torch.is_grad_enabled() and student_logits.requires_grad
@@ -165,10 +163,8 @@ def hand_out(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
     if versions(ctx.gradients) != ctx.versions:
         raise RuntimeError(
             "backward() was called again on a loss whose gradient was changed in place since; expected one backward "
-            "per "
-            "forward. A .grad was probably zeroed or accumulated into between two calls with retain_graph=True. Fix: "
-            "call the "
-            "loss again."
+            "per forward. A .grad was probably zeroed or accumulated into between two calls with retain_graph=True. "
+            "Fix: call the loss again."
         )
     if float(grad_output) == 1.0:
         return [None if g is None else g.detach() for g in ctx.gradients]

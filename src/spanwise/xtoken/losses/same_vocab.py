@@ -126,16 +126,16 @@ def same_vocab_kl(
     check_temperature(temperature)
     if divergence not in ("forward", "reverse", "jsd") or not 0 < beta < 1:
         raise ValueError(
-            f"same_vocab_kl was asked for divergence={divergence!r} with beta={beta}; expected 'forward', 'reverse' or "
-            "'jsd', "
-            "and beta between 0 and 1. The ends of beta are the two KLs. Fix: use 'forward' or 'reverse' for those."
+            f"same_vocab_kl was asked for divergence={divergence!r} with beta={beta}; expected 'forward', 'reverse' "
+            "or 'jsd', and beta between 0 and 1. The ends of beta are the two KLs. Fix: use 'forward' or 'reverse' "
+            "for those."
         )
     if plan is None:
         if input_ids is None:
             raise ValueError(
                 "same_vocab_kl was given neither input_ids nor a plan; expected one. The batch was probably not "
-                "unpacked. Fix: "
-                "pass input_ids=batch['input_ids'] and mask=batch['token_mask'], or plan=plan_tokens(…)."
+                "unpacked. Fix: pass input_ids=batch['input_ids'] and mask=batch['token_mask'], or "
+                "plan=plan_tokens(…)."
             )
         plan = plan_tokens(input_ids, mask, sample_mask=sample_mask, segment_ids=segment_ids)
     check_scores(scores, *plan.shape)

@@ -75,9 +75,8 @@ def set_of_batch(scores: TeacherScores, width: int, k: int, rows: TopkRows) -> I
         )
     if scores.logits is None:
         raise ValueError(
-            f"topk_scope='microbatch' was asked of {scores.form} teacher scores; expected dense logits, since it votes "
-            "with "
-            "raw logits. The teacher was probably cached or served. Fix: use topk_scope='document'."
+            f"topk_scope='microbatch' was asked of {scores.form} teacher scores; expected dense logits, since it "
+            "votes with raw logits. The teacher was probably cached or served. Fix: use topk_scope='document'."
         )
     voting = scores.logits[:, :-1, :width] if rows == "all_but_last" else scores.logits[..., :width]
     if not voting.shape[0] * voting.shape[1]:

@@ -51,9 +51,8 @@ def document_scores(
     """
     if score not in ("cross_entropy", "entropy", "max_probability"):
         raise ValueError(
-            f"score={score!r} says how teachers are weighed; expected 'cross_entropy', 'entropy' or 'max_probability'. "
-            "It "
-            "is probably misspelt. Fix: pass one of the three."
+            f"score={score!r} says how teachers are weighed; expected 'cross_entropy', 'entropy' or "
+            "'max_probability'. It is probably misspelt. Fix: pass one of the three."
         )
     if score == "cross_entropy":
         each, sign = scores.observed(input_ids), 1.0
@@ -99,9 +98,8 @@ def vocabulary_factor(teacher_vocab_size: int) -> float:
     """
     if teacher_vocab_size < 2:
         raise ValueError(
-            f"the teacher's vocabulary has {teacher_vocab_size} tokens; expected at least 2, since log 1 = 0. The size "
-            "was "
-            "probably not known yet. Fix: pass len(teacher_tokenizer)."
+            f"the teacher's vocabulary has {teacher_vocab_size} tokens; expected at least 2, since log 1 = 0. The "
+            "size was probably not known yet. Fix: pass len(teacher_tokenizer)."
         )
     return 1.0 / math.log(teacher_vocab_size)
 
@@ -120,22 +118,20 @@ def averaged_logits(
     if not teachers or len({len(teachers), len(weights), len(fingerprints)}) != 1 or not sum(weights) > 0:
         raise ValueError(
             f"averaged_logits was given {len(teachers)} teachers, {len(weights)} weights and {len(fingerprints)} "
-            "fingerprints; "
-            "expected as many of each, at least one, and weights with a positive sum. Fix: pass one of each per "
-            "teacher."
+            "fingerprints; expected as many of each, at least one, and weights with a positive sum. Fix: pass one of "
+            "each per teacher."
         )
     if len(set(fingerprints)) > 1:
         raise ValueError(
-            f"averaged_logits was given teachers of {len(set(fingerprints))} different tokenizers; expected one, since "
-            "token 5 "
-            "of one vocabulary is not token 5 of another. Fix: mode 'sum' gives each teacher its own loss."
+            f"averaged_logits was given teachers of {len(set(fingerprints))} different tokenizers; expected one, "
+            "since token 5 of one vocabulary is not token 5 of another. Fix: mode 'sum' gives each teacher its own "
+            "loss."
         )
     logits = [_dense(teacher) for teacher in teachers]
     if len({tensor.shape[:2] for tensor in logits}) > 1:
         raise ValueError(
             f"averaged_logits was given logits of shapes {[tuple(tensor.shape) for tensor in logits]}; expected the "
-            "same "
-            "positions. The batches were probably padded differently. Fix: score one batch with all teachers."
+            "same positions. The batches were probably padded differently. Fix: score one batch with all teachers."
         )
     width = min(tensor.shape[-1] for tensor in logits)
     compute = torch.promote_types(logits[0].dtype, torch.float32)
@@ -155,8 +151,7 @@ def merge_teachers(parts: Mapping[str, LossParts]) -> tuple[Float[Tensor, ""], d
     if unscaled or not parts:
         raise ValueError(
             f"the losses of {unscaled or 'no teacher'} were to be added as plain sums; expected totals with their "
-            "scale, since "
-            "each teacher has a count of its own. Fix: call every loss with scale=weight / global_count."
+            "scale, since each teacher has a count of its own. Fix: call every loss with scale=weight / global_count."
         )
     metrics = {f"{name}/{metric}": ratio for name, part in parts.items() for metric, ratio in part.metrics.items()}
     return torch.stack([part.total for part in parts.values()]).sum(), metrics
@@ -174,7 +169,6 @@ def _dense(scores: TeacherScores) -> Tensor:
     if scores.logits is None:
         raise ValueError(
             f"averaged_logits was given {scores.form} teacher scores; expected dense logits, since the means of "
-            "truncated "
-            "lists are not known. Fix: ask the teachers for logits, or use mode 'sum'."
+            "truncated lists are not known. Fix: ask the teachers for logits, or use mode 'sum'."
         )
     return scores.logits

@@ -111,8 +111,7 @@ def uld(
         if scores.logits is None:
             raise ValueError(
                 f"uld was given {scores.form} teacher scores and no teacher_vocab_size; expected the size, since "
-                "truncated "
-                "scores do not tell it. Fix: pass teacher_vocab_size=len(teacher_tokenizer)."
+                "truncated scores do not tell it. Fix: pass teacher_vocab_size=len(teacher_tokenizer)."
             )
         teacher_vocab_size = scores.logits.shape[-1]
     width = student_logits.shape[-1] if student_vocab_size is None else student_vocab_size
