@@ -238,10 +238,13 @@ class MLMPredictor(nn.Module):
         return logits
 
     def _continue(self, run: Generation, model: Any, candidates: Tensor, rows: Tensor) -> Tensor:
-        """Run the block's columns, gathered to the left; what fills up goes to the cache's spare column."""
-        block = run.block[rows]
-        if self.cache == "prefix":
-            block = (block.long().cumsum(1) > 0) & run.attended[rows]
+        """Run from the block's first column to its last (``prefix``: to the end), given tokens between gaps included.
+
+        Columns are gathered to the left; what fills up goes to the cache's spare column.
+        """
+        block = run.block[rows].long()
+        begun, rest = block.cumsum(1) > 0, block.flip(1).cumsum(1).flip(1) > 0
+        block = (begun if self.cache == "prefix" else begun & rest) & run.attended[rows]
         width = int(block.sum(1).max())
         columns = torch.argsort(~block, dim=1, stable=True)[:, :width]
         valid = block.gather(1, columns)
