@@ -54,7 +54,7 @@ def label_rows(repeats: int) -> list[Row]:
         media = media_token_ids(processor)
         collators: dict[str, VLMCollator] = {
             kind: VLMCollator(processor, labels=kind, allow_unlabelled=True) for kind in wrong
-        }  # pyrefly: ignore
+        }
         for row in stress_rows(name, repeats):
             total += 1
             pieces = RENDERERS[name][0](row["conversation"])
