@@ -27,6 +27,9 @@ from spanwise.teachers.worker_wire import PeerGoneError, pack_tensor, receive, s
 from tests.teachers.serving import save_model
 from tests.teachers.tiny import padded, random_rows, tiny_teacher
 
+# One worker runs them all: the processes they share are started once.
+pytestmark = pytest.mark.xdist_group("worker")
+
 ROWS = random_rows(6)
 
 
@@ -111,9 +114,6 @@ import sys
 import torch
 from spanwise.teachers.process_teacher import ProcessTeacher
 from spanwise.teachers.teacher import ScoreRequest
-
-# One worker runs them all: the processes they share are started once.
-pytestmark = pytest.mark.xdist_group("worker")
 teacher = ProcessTeacher.start(sys.argv[2]) if sys.argv[1] == "start" else ProcessTeacher(sys.argv[2])
 ids = torch.arange(30)[None]
 while True:
