@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from spanwise.spans.table import tokenizer_fingerprint
 from spanwise.train.recipe import RecipeError, parse_recipe
 from spanwise.train.run import train
 from spanwise.train.run_folder import checkpoints
@@ -47,7 +48,9 @@ def test_a_run_ends_with_a_model_a_report_and_a_log(tmp_path, teacher):
     assert "http://" not in page
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.vocab_size == len(tokenizer)
-    assert "prefix_kl" in (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text()
+    assert f"teacher {teacher}: prefix_kl" in card
+    assert tokenizer_fingerprint(tokenizer) in card
     assert not list(folder.rglob("training_args.bin"))
 
 
@@ -230,6 +233,21 @@ def test_an_adapted_student_learns_from_its_own_base(tmp_path):
     assert abs(first["kd"]) < 1e-5, "adapters begin as the identity, so base and student agree"
     merged = AutoModelForCausalLM.from_pretrained(result["output"])
     assert not hasattr(merged, "peft_config")
+
+
+def test_a_quantised_file_becomes_a_student_that_trains_and_saves(tmp_path):
+    """GGUF weights can be neither trained nor saved as they are loaded; ours are a dequantised clone."""
+    content = runs.recipe(tmp_path, max_steps=1, per_device_train_batch_size=1)
+    content["student"] = {"model": "builtin:smollm2", "peft": {"r": 2, "target_modules": ["q_proj"]}}
+    content["data"] |= {"eval": None, "window_bytes": 60}
+    result = train(parse_recipe(content))
+    assert (Path(result["output"]) / "adapter_model.safetensors").is_file()
+
+
+def test_a_teacher_may_be_placed_by_device_map(tmp_path, teacher):
+    content = runs.recipe(tmp_path, teacher, max_steps=1)
+    content["teachers"][0]["options"] = {"device_map": "cpu"}
+    assert losses(content)
 
 
 def test_the_real_teacher_teaches(tmp_path):

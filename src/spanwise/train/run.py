@@ -163,7 +163,7 @@ def _finish(recipe: Recipe, folder: Path, trainer: Any, task: Any, *, seconds: f
     }
     if trainer.args.process_index == 0:
         write_run_report(folder / REPORT_NAME, recipe, trainer.run_log, task, measured, seconds)
-        write_card(folder, recipe, measured)
+        write_card(folder, recipe, task, measured)
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
     return result
@@ -178,13 +178,11 @@ def _last_measures(trainer: Any) -> dict[str, float]:
     return {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items() if name.startswith("eval_")}
 
 
-def write_card(folder: Path, recipe: Recipe, measured: dict[str, float]) -> None:
-    """The model card: what was trained, from what, how well, and the whole recipe."""
-    teachers = [
-        str(next(t[k] for k in ("model", "cache", "url", "process") if t.get(k)))
-        + f" ({t['loss'] if isinstance(t['loss'], str) else t['loss']['name']})"
-        for t in recipe.model_dump(mode="json").get("teachers", [])
-    ]
+def write_card(folder: Path, recipe: Recipe, task: Any, measured: dict[str, float]) -> None:
+    """The model card: what was trained, from what, by which losses, how well, on whose tokenizers, the whole recipe."""
+    from spanwise.spans.table import tokenizer_fingerprint
+
+    content = recipe.model_dump(mode="json")
     student = recipe.student.model if isinstance(recipe.student.model, str) else "random weights"
     lines = [
         "---",
@@ -193,15 +191,16 @@ def write_card(folder: Path, recipe: Recipe, measured: dict[str, float]) -> None
         "---",
         f"# {folder.name}",
         "",
-        f"Trained with Spanwise: task `{recipe.task}`, student {student}"
-        + (f", teachers {', '.join(teachers)}" if teachers else "")
-        + f", data {recipe.data.train}.",
-        "",
-        *(f"- {name}: {value:.4g}" for name, value in measured.items()),
-        "",
-        "```yaml",
-        yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).rstrip(),
-        "```",
+        f"Trained with Spanwise: task `{recipe.task}`, student {student}, data {recipe.data.train}.",
         "",
     ]
+    for place, section in enumerate(content.get("teachers", [])):
+        source = next(section[key] for key in ("model", "cache", "url", "process") if section.get(key))
+        term = task.terms.get(f"kd/{place}")
+        print_ = tokenizer_fingerprint(term.teacher_tokenizer) if term else "not loaded, kd_weight is 0"
+        lines.append(f"- teacher {source}: {section['loss']['name']}, weight {section['weight']:g}, tokenizer {print_}")
+    if callable(getattr(task.processing_class, "convert_ids_to_tokens", None)):
+        lines.append(f"- student tokenizer: {tokenizer_fingerprint(task.processing_class)}")
+    lines += [f"- {name}: {value:.4g}" for name, value in measured.items()]
+    lines += ["", "```yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip(), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

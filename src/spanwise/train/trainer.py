@@ -330,6 +330,9 @@ class SpanwiseTrainer(Trainer):
         # The stock trainer pickles its arguments; the resolved recipe says the same and cannot run code.
         Path(output_dir or self.folder, "training_args.bin").unlink(missing_ok=True)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run writes its own card, and the stock one would overwrite it before a push."""
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
