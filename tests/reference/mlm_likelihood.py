@@ -25,7 +25,7 @@ def any_order_nll(log_probabilities: Callable[[Tensor], Tensor], tokens: Sequenc
 
 
 def bernoulli_nelbo(log_probabilities: Callable[[Tensor], Tensor], tokens: Sequence[int], mask: int) -> float:
-    """∫ over t of (1/t) E[Σ over hidden -log p], by enumeration of hidden sets: each set of k of n weighs B(k, n-k+1)."""
+    """∫ over t of (1/t) E[Σ over hidden -log p], by enumeration: each hidden set of k of n weighs B(k, n-k+1)."""
     from math import factorial
 
     n, total = len(tokens), 0.0
