@@ -77,7 +77,7 @@ def make(rows: int, students: int, *, head: bool = False):
 
 
 def one_hot_means(values: torch.Tensor, chunk_id: torch.Tensor, chunks: int) -> torch.Tensor:
-    member = (torch.roll(chunk_id, -1, 1)[:, :, None] == torch.arange(chunks)).to(values.dtype)
+    member = (torch.roll(chunk_id, -1, 1)[:, :, None] == torch.arange(chunks, device=chunk_id.device)).to(values.dtype)
     return torch.bmm(member.transpose(1, 2), values) / member.sum(1).clamp(min=1)[..., None]
 
 
