@@ -6,6 +6,7 @@
   const found = document.getElementById("found");
   const detail = document.getElementById("detail");
   const range = (box, side) => box.dataset[side].split(" ").map(Number);
+  const above = new Map(strips.flatMap((strip) => boxesOf.get(strip).map((box) => [box, range(box, "a")])));
   const overlap = ([a, b], [c, d]) => a < d && c < b;
   const textOf = (side) => (side ? [...side.querySelectorAll("i")].map((i) => i.textContent).join("") : "");
 
@@ -16,11 +17,11 @@
     lit = [];
     if (!box) return;
     const strip = box.parentElement;
-    const mine = range(box, "a");
+    const mine = above.get(box);
     for (const other of strips) {
       if (other.dataset.row !== strip.dataset.row) continue;
       for (const each of boxesOf.get(other)) {
-        if (each === box || (other !== strip && overlap(range(each, "a"), mine))) {
+        if (each === box || (other !== strip && overlap(above.get(each), mine))) {
           lit.push(...each.querySelectorAll(".side"));
         }
       }
@@ -78,26 +79,37 @@
     return strip && boxesOf.get(strip)[0];
   }
 
-  // Search runs over the joined text of a strip's side, so that a hit may span tokens.
+  // Search runs over the joined text of a strip's side, so that a hit may span tokens. O(text), read once.
+  let texts = null;
+  function readTexts() {
+    texts = [];
+    for (const strip of strips) {
+      for (const side of strip.dataset.below ? [0, 1] : [0]) {
+        const ends = [], pieces = [];
+        let length = 0;
+        for (const box of boxesOf.get(strip)) {
+          const piece = textOf(box.querySelectorAll(".side")[side]).toLowerCase();
+          pieces.push(piece);
+          ends.push(length += piece.length);
+        }
+        texts.push({ boxes: boxesOf.get(strip), ends, text: pieces.join("") });
+      }
+    }
+  }
   let hits = [], hit = -1;
   function mark() {
     hits.forEach((box) => box.classList.remove("hit"));
     hits = []; hit = -1;
     const wanted = search.value.toLowerCase().replaceAll(" ", "·");
     if (!wanted) { found.textContent = ""; return; }
+    if (!texts) readTexts();
     const marked = new Set();
-    for (const strip of strips) {
-      for (const side of strip.dataset.below ? [0, 1] : [0]) {
-        const ends = [];
-        let text = "";
-        for (const box of boxesOf.get(strip)) {
-          text += textOf(box.querySelectorAll(".side")[side]).toLowerCase();
-          ends.push(text.length);
-        }
-        for (let at = text.indexOf(wanted); at >= 0; at = text.indexOf(wanted, at + 1)) {
-          boxesOf.get(strip).forEach((box, place) => {
-            if (overlap([place ? ends[place - 1] : 0, ends[place]], [at, at + wanted.length])) marked.add(box);
-          });
+    for (const { boxes, ends, text } of texts) {
+      let box = 0;
+      for (let at = text.indexOf(wanted); at >= 0; at = text.indexOf(wanted, at + 1)) {
+        while (ends[box] <= at) box += 1;
+        for (let each = box; each < boxes.length && (each === box || ends[each - 1] < at + wanted.length); each += 1) {
+          marked.add(boxes[each]);
         }
       }
     }
