@@ -12,6 +12,7 @@ from spanwise.cli import main
 from spanwise.report.inspect_page import ShownRow, ShownStrip
 from spanwise.train import distill, mlm, vlm
 from spanwise.train.inspect import first_rows, inspect_recipe
+from spanwise.train.inspect_rows import vision_rows
 from spanwise.train.recipe import parse_recipe
 from spanwise.train.sampler import PlacedRows, StepSampler
 from tests import tiny_tokenizers
@@ -105,6 +106,17 @@ def test_a_chat_shows_what_is_trained_and_what_is_unused(tmp_path: Path) -> None
     assert {column.state for column in row.strips[0].columns} >= {"paired", "unused"}
 
 
+def test_a_teacher_with_the_student_s_tokenizer_needs_no_strip(tmp_path: Path, tokenizers: list[str]) -> None:
+    recipe = distill_recipe(tmp_path, tokenizers[:1])
+    content = recipe.model_dump() | {"student": {"model": runs.config(), "tokenizer": tokenizers[0]}}
+    content["teachers"][0]["loss"] = "kl"
+    (row,) = first_rows(parse_recipe(content), 1)
+    assert [(strip.above, strip.below) for strip in row.strips] == [("student", "")]
+    content["student"]["tokenizer"] = tokenizers[1]
+    with pytest.raises(ValueError, match="another tokenizer than the student"):
+        first_rows(parse_recipe(content), 1)
+
+
 def test_masked_rows_show_what_is_hidden() -> None:
     from spanwise.train.recipe import load_recipe
 
@@ -135,6 +147,27 @@ def test_images_stand_at_their_tokens(packing: bool) -> None:
     assert (len(rows) < 6) == packing
     said = "".join(token.text for row in rows for column in row.strips[0].columns for token in column.below)
     assert said.count("<|im_end|>") == 6
+
+
+@pytest.mark.parametrize("touching", [True, False])
+def test_two_images_of_a_row_are_told_apart(touching: bool) -> None:
+    from spanwise.train.digits import digit_rows
+    from spanwise.train.recipe import load_recipe
+    from spanwise.train.vlm import VisionTask, open_processor
+
+    recipe = load_recipe(VLM)
+    assert isinstance(recipe, vlm.TaskRecipe)
+    rows: Any = vlm.ConversationRows("builtin:digits", {})
+    rows.rows = digit_rows()[:6]
+    first, second = rows.rows[0]["conversation"], rows.rows[1]["conversation"]
+    parts = [first[0]["content"][0], second[0]["content"][0], first[0]["content"][1]]
+    both = [{"role": "user", "content": parts if touching else [parts[0], parts[2], parts[1]]}, first[1]]
+    task = VisionTask(recipe, None, open_processor(recipe, rows), rows, None)
+    (row,) = vision_rows(task, [{"conversation": both}], task.collator([{"conversation": both}]))
+    pictures = [column.image for column in row.strips[0].columns if column.image]
+    assert len(set(pictures)) == 2
+    assert not row.images
+    assert tokens(row.strips[0], "above") == int(str(row.counts["tokens"])) + int(str(row.counts["padding"]))
 
 
 def test_streams_and_plain_text(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Shapes: S student tokens, T teacher tokens, P pairs of one row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -129,42 +130,75 @@ def masked_rows(task: Any, rows: list[dict[str, Any]], batch: Mapping[str, Any])
 def vision_rows(task: Any, rows: list[dict[str, Any]], batch: Mapping[str, Any]) -> list[ShownRow]:
     """Each token over the label that it is trained to predict (labels are shifted), images where their tokens are."""
     processor = task.processing_class
-    piece = _decoded(getattr(processor, "tokenizer", processor))
     found = []
     for row in range(len(batch["input_ids"])):
         documents = _vision_documents(batch, row)
         ids, labels = batch["input_ids"][row], batch["labels"][row].tolist()
         media = is_media_token(ids, processor).tolist()
-        columns: list[ShownColumn] = []
-        places = [place for place, number in enumerate(documents) if number]
-        runs: list[int] = []
-        for key, run in groupby(places, key=lambda place: (documents[place], media[place] and "media")):
-            members = list(run)
-            if key[1]:
-                runs.append(len(columns))
-                columns.append(ShownColumn((ShownToken("media", "media", len(members)),), document=key[0]))
-                continue
-            for place in members:
-                above: Kind = "trained" if place and labels[place - 1] == ids[place] else "given"
-                below = (ShownToken(piece(labels[place]), "trained"),) if labels[place] != IGNORE_INDEX else ()
-                columns.append(ShownColumn((ShownToken(piece(int(ids[place])), above),), below, "alone", key[0]))
-        padding = len(documents) - len(places)
         in_order = batch["attention_mask"].ndim == 2 and not batch.get("left_out")
-        owners = rows[row : row + 1] if in_order else _owners(task, rows, ids, documents)
-        images = _images(owners)
-        if len(images) == len(runs):
-            for at, image in zip(runs, images, strict=True):
-                columns[at] = ShownColumn(columns[at].above, (), "alone", columns[at].document, image)
-            images = []
+        images = _images(rows[row : row + 1] if in_order else _owners(task, rows, ids, documents))
+        runs = _media_runs(ids.tolist(), media, documents, len(images))
+        placed = images if len(images) == len(runs) else []
+        columns = _vision_columns(processor, ids.tolist(), labels, media, documents, runs, placed)
+        padding = documents.count(0)
         counts: dict[str, object] = {
-            "tokens": len(places),
+            "tokens": len(documents) - padding,
             "trained on": sum(label != IGNORE_INDEX for label in labels),
             "media tokens": sum(media),
             PADDING: padding,
             "documents": max(documents, default=0),
         }
         strip = ShownStrip("token", "label it predicts", [*columns, *_padding(padding, 0)])
-        found.append(ShownRow("", counts, [strip], images))
+        found.append(ShownRow("", counts, [strip], [] if placed else images))
+    return found
+
+
+def _vision_columns(
+    processor: Any,
+    ids: list[int],
+    labels: list[int],
+    media: list[bool],
+    documents: list[int],
+    runs: list[range],
+    images: list[str],
+) -> list[ShownColumn]:
+    """A box per token, and one per run of media tokens."""
+    piece = _decoded(getattr(processor, "tokenizer", processor))
+    begins = {run.start: number for number, run in enumerate(runs)}
+    inside = {place for run in runs for place in run}
+    columns = []
+    for place, token in enumerate(ids):
+        if place in begins:
+            run = runs[begins[place]]
+            image = images[begins[place]] if images else None
+            columns.append(ShownColumn((ShownToken("media", "media", len(run)),), (), "alone", documents[place], image))
+        elif documents[place] and place not in inside:
+            trained = place and labels[place - 1] == token and documents[place - 1] == documents[place]
+            kind: Kind = "media" if media[place] else "trained" if trained else "given"
+            label = labels[place]
+            below = (ShownToken(piece(label), "trained"),) if label != IGNORE_INDEX else ()
+            columns.append(ShownColumn((ShownToken(piece(token), kind),), below, "alone", documents[place]))
+    return columns
+
+
+def _media_runs(ids: list[int], media: list[bool], documents: list[int], images: int) -> list[range]:
+    """Which tokens stand for one medium: what lies together, or, where images touch, what lies between their frames."""
+    together = _runs(media, documents)
+    if len(together) == images or not images:
+        return together
+    (commonest, _), *_ = Counter(token for token, is_media in zip(ids, media, strict=True) if is_media).most_common(1)
+    inner = [is_media and token == commonest for token, is_media in zip(ids, media, strict=True)]
+    between = _runs(inner, documents)
+    return between if len(between) == images else together
+
+
+def _runs(wanted: list[bool], documents: list[int]) -> list[range]:
+    """The runs of wanted tokens, each within one document."""
+    found = []
+    for (is_wanted, document), run in groupby(range(len(wanted)), key=lambda place: (wanted[place], documents[place])):
+        if is_wanted and document:
+            members = list(run)
+            found.append(range(members[0], members[-1] + 1))
     return found
 
 
