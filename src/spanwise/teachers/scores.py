@@ -28,6 +28,7 @@ Form = Literal["dense", "topk", "shared", "observed"]
 
 # Rows of logits are read in pieces of about this many elements, so that a full-vocabulary float32 copy never exists.
 PIECE_ELEMENTS = 1 << 22
+ACCELERATOR_PIECE_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -337,8 +338,14 @@ def _pick_integers(values: Int[Tensor, "B T X"], rows: Int[Tensor, " N"]) -> Int
     return values[rows // length, rows % length].long()
 
 
+def piece_rows(width: int, device: torch.device) -> int:
+    """How many rows of logits are read at a time; many more where every launch costs."""
+    elements = PIECE_ELEMENTS if device.type == "cpu" else ACCELERATOR_PIECE_ELEMENTS
+    return max(1, elements // max(width, 1))
+
+
 def _pieces(count: int, width: int, device: torch.device) -> list[Tensor]:
-    step = max(1, PIECE_ELEMENTS // max(width, 1))
+    step = piece_rows(width, device)
     return list(torch.arange(count, device=device).split(step)) if count else []
 
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from spanwise.teachers.scores import PIECE_ELEMENTS, TeacherScores
+from spanwise.teachers.scores import TeacherScores, piece_rows
 from spanwise.teachers.teacher import ScoreRequest
 
 
@@ -36,7 +36,7 @@ def summarise(logits: Float[Tensor, "B T V"], request: ScoreRequest) -> TeacherS
     logp = torch.empty(count, k, dtype=compute, device=logits.device)
     tail, observed, entropy, mass = (torch.zeros(count, dtype=compute, device=logits.device) for _ in range(4))
     words = None if request.word_start is None else request.word_start[:width].to(logits.device, compute)
-    step = max(1, PIECE_ELEMENTS // width)
+    step = piece_rows(width, logits.device)
     for begin in range(0, count, step):
         span = slice(begin, begin + step)
         values = flat[span].to(compute) / request.temperature

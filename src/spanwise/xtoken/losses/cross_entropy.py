@@ -31,7 +31,7 @@ class CrossEntropyRows:
                 "embeddings."
             )
         self.plan, self.rows, self.width, self.factor = plan, plan.rows, width, factor
-        self.tiles = row_tiles(len(plan.rows), width)
+        self.tiles = row_tiles(len(plan.rows), width, plan.rows.device)
         self.correct = plan.weight.new_zeros(())
 
     def evaluate(self, tile: Tile, logits: Float[Tensor, "R V"], *, gradient: bool) -> Float[Tensor, ""]:

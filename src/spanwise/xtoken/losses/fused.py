@@ -75,7 +75,8 @@ class TogetherRows:
         alone = self.cross_entropy.plan.rows[shared:]
         self.rows = torch.cat([divergence.rows, alone])
         self.shared, self.own = shared, len(divergence.rows)
-        extra = [Tile(self.own + t.first_row, self.own + t.last_row, -1, -1) for t in row_tiles(len(alone), self.width)]
+        tiles = row_tiles(len(alone), self.width, alone.device)
+        extra = [Tile(self.own + t.first_row, self.own + t.last_row, -1, -1) for t in tiles]
         self.tiles = [*divergence.tiles, *extra]
         self.totals = [torch.zeros((), dtype=torch.float64, device=tokens.device) for _ in range(2)]
 

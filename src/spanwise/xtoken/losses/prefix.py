@@ -61,7 +61,7 @@ class PrefixRows:
     ) -> None:
         self.rows, self.width, self.factor = plan.rows, width, factor
         self.plan, self.targets, self.temperature, self.reverse = plan, targets, temperature, reverse
-        self.tiles = row_tiles(len(plan.rows), width)
+        self.tiles = row_tiles(len(plan.rows), width, plan.rows.device)
         self.used = targets.kept >= min_mass
         self.weight = plan.weight * self.used
 

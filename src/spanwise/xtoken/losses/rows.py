@@ -25,6 +25,8 @@ from spanwise.xtoken.losses.plan import Side
 
 # Elements of float32 workspace per tile: 16 MiB, about what stays in a last-level cache.
 TILE_ELEMENTS = 1 << 22
+# An accelerator has no such cache and pays for every launch: tiles of 256 MiB there.
+ACCELERATOR_FACTOR = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def make_tiles(starts: Int64[Tensor, " N1"], width: int, *, breaks: Int64[Tensor
     """
     bounds = starts.tolist()
     kind = breaks.tolist() if breaks is not None else None
-    room = max(1, TILE_ELEMENTS // max(width, 1))
+    room = tile_rows(width, starts.device)
     tiles: list[Tile] = []
     first = 0
     for unit in range(1, len(bounds)):
@@ -79,9 +81,15 @@ def make_tiles(starts: Int64[Tensor, " N1"], width: int, *, breaks: Int64[Tensor
     return tiles
 
 
-def row_tiles(count: int, width: int) -> list[Tile]:
+def tile_rows(width: int, device: torch.device) -> int:
+    """How many rows of ``width`` logits make a tile on a device."""
+    elements = TILE_ELEMENTS if device.type == "cpu" else TILE_ELEMENTS * ACCELERATOR_FACTOR
+    return max(1, elements // max(width, 1))
+
+
+def row_tiles(count: int, width: int, device: torch.device) -> list[Tile]:
     """Tiles over units of one row each."""
-    room = max(1, TILE_ELEMENTS // max(width, 1))
+    room = tile_rows(width, device)
     return [Tile(at, min(at + room, count), at, min(at + room, count)) for at in range(0, count, room)]
 
 

@@ -48,7 +48,7 @@ class SameVocabRows:
         self.temperature, self.divergence, self.beta = temperature, divergence, beta
         self.missing, self.factor = missing, factor
         scores.check_width(width)
-        self.tiles = row_tiles(len(plan.rows), width)
+        self.tiles = row_tiles(len(plan.rows), width, plan.rows.device)
 
     def evaluate(self, tile: Tile, logits: Float[Tensor, "R V"], *, gradient: bool) -> Float[Tensor, ""]:
         """Weighted sum of the divergences of the tile."""

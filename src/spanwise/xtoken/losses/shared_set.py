@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spanwise.teachers.scores import Missing, TeacherScores, safe_log_softmax
 from spanwise.xtoken.losses.plan import ChunkPlan
-from spanwise.xtoken.losses.rows import TILE_ELEMENTS
+from spanwise.xtoken.losses.rows import tile_rows
 
 TopkScope = Literal["document", "microbatch"]
 TopkRows = Literal["all", "all_but_last"]
@@ -51,7 +51,7 @@ def set_of_document(
     if scores.shared_ids is not None:
         return scores.shared_ids[document].long()
     importance: Tensor | None = None
-    for piece in rows.split(max(1, TILE_ELEMENTS // width)):
+    for piece in rows.split(tile_rows(width, rows.device)):
         if scores.logits is not None:
             length = scores.shape[1]
             picked = scores.logits[piece // length, piece % length][:, :width]
