@@ -68,7 +68,7 @@ def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list
     from spanwise.train.trainer import SpanwiseTrainer
 
     transformers_logging.disable_progress_bar()
-    checkpoint = _checkpoint(folder, recipe, resume=resume)
+    checkpoint = checkpoint_to_continue(folder, recipe, resume=resume)
     transformers.set_seed(recipe.seed)
     began = time.time()
     module: Any = importlib.import_module(TASKS[recipe.task])
@@ -81,6 +81,8 @@ def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list
             write_recipe(recipe, folder / RECIPE_NAME)
         preemption = PreemptionCallback()
         log = RunLog(folder, writes=first_rank)
+        if checkpoint is None:
+            log.rewind(-1)  # what a run that never reached a checkpoint wrote is trained again
         trainer = SpanwiseTrainer(task, arguments, log, [ProgressCallback(), preemption, *(callbacks or [])])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -101,7 +103,8 @@ def _one_run(path: Path, *, resume: bool) -> Iterator[Path]:
         yield folder.path
 
 
-def _checkpoint(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
+def checkpoint_to_continue(folder: Path, recipe: Recipe, *, resume: bool) -> Path | None:
+    """The newest checkpoint, verified, of a run that may be continued; None to begin at the first step."""
     from spanwise.train.run_folder import checkpoints, verify_checkpoint
 
     if not resume:

@@ -6,7 +6,9 @@ section puts adapters on. The tokenizer's size and the head's are compared befor
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,8 @@ def student_tokenizer(student: Student, folder: Path, texts: Iterable[str]) -> A
     """The student's tokenizer; one that is trained from the corpus is kept in the run's folder and reused on resume."""
     if isinstance(student.tokenizer, TokenizerFromCorpus):
         kept = folder / TOKENIZER_FOLDER
-        if not (kept / "tokenizer.json").is_file():
-            train_byte_bpe(texts, student.tokenizer.vocab_size).save_pretrained(kept)
+        if not kept.is_dir():
+            _keep(train_byte_bpe(texts, student.tokenizer.vocab_size), kept)
         return load_tokenizer(kept)
     source = student.tokenizer or student.model
     if not isinstance(source, str):
@@ -42,6 +44,15 @@ def student_tokenizer(student: Student, folder: Path, texts: Iterable[str]) -> A
             "train one on the corpus."
         )
     return load_tokenizer(source)
+
+
+def _keep(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer, complete or not at all: every rank of a run makes the same one, and the first keeps it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as staging:
+        tokenizer.save_pretrained(Path(staging, "complete"))
+        with contextlib.suppress(OSError):  # another rank was first
+            Path(staging, "complete").rename(folder)
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Any:

@@ -1,0 +1,117 @@
+"""The Ray cluster a run works on: the one this process is in, a running one by address, or one started for the run.
+
+A cluster started here lives in a folder directly under /tmp (its socket paths must be short) and with a HOME of its own
+while it starts, since Ray writes a token into HOME. Its workers are given the user's HOME back. About 4 s to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+OBJECT_STORE_BYTES = 256 << 20  # losses, metrics and the recipe are all that passes through it
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that this process has joined.
+
+    Attributes:
+        ray: the module, joined.
+        environment: what its workers must set before they import anything that reads it.
+    """
+
+    ray: Any
+    environment: dict[str, str]
+
+
+@contextlib.contextmanager
+def joined_cluster(workers: int, address: str | None) -> Iterator[Cluster]:
+    """Join the cluster at ``address`` (default: RAY_ADDRESS, the one already joined, or a new one) and leave it after.
+
+    Raises:
+        ValueError: nothing answers at the address; another cluster is joined; this machine has fewer CPUs than workers.
+        ModuleNotFoundError: the extra is not installed.
+    """
+    ray = _ray()
+    if ray.is_initialized():
+        _same_cluster(ray, address)
+        yield Cluster(ray, {})
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address:
+        try:
+            ray.init(address=address)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"no Ray cluster could be joined at '{address}' ({_first_line(error)}); expected a running one. It was "
+                "probably stopped, or has another address. Fix: see 'ray status', or take ray.address out to start one "
+                "here."
+            ) from error
+        try:
+            yield Cluster(ray, {})
+        finally:
+            ray.shutdown()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="sw", dir="/tmp"))  # mkdtemp: no one else's; short: see above
+    try:
+        yield _started(ray, workers, folder)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "ray.workers is set and the package ray is not installed; expected it, since it runs the workers. The "
+            "extra was probably left out. Fix: pip install 'spanwise[ray]', or ray.workers=0 to run in this process."
+        ) from error
+
+
+def _same_cluster(ray: Any, address: str | None) -> None:
+    here = ray.get_runtime_context().gcs_address
+    if address not in (None, "auto", here):
+        raise ValueError(
+            f"ray.address is '{address}' and this process is already in the cluster at '{here}'; expected one cluster. "
+            "ray.init was probably called before. Fix: call ray.shutdown() first, or take ray.address out."
+        )
+
+
+def _started(ray: Any, workers: int, folder: Path) -> Cluster:
+    """A cluster on this machine. Each worker reserves one CPU; one more logical CPU is left for Ray's own tasks."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers > cpus:
+        raise ValueError(
+            f"ray.workers is {workers} and this machine has {cpus} CPUs; expected at most one worker per CPU, since "
+            "more only slow each other down. The recipe was probably written for a larger machine. "
+            f"Fix: ray.workers={cpus}, or ray.address=ADDRESS of a cluster that has them."
+        )
+    home = os.environ.get("HOME")
+    os.environ["HOME"] = str(folder)
+    try:
+        ray.init(
+            num_cpus=max(cpus, workers + 1),
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=str(folder / "r"),
+        )
+    finally:
+        if home is None:
+            del os.environ["HOME"]
+        else:
+            os.environ["HOME"] = home
+    return Cluster(ray, {} if home is None else {"HOME": home})
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

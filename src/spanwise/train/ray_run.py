@@ -1,0 +1,141 @@
+"""A run on Ray workers: the same trainer, one rank per worker, through Ray's TorchTrainer.
+
+This process holds the output folder's lock and starts the workers; Ray gives each its rank and its process group, and
+starts all of them again when one dies, up to ``RETRIES`` times. A worker always continues the newest checkpoint of the
+folder, so a retry goes on from there and ends with the curve of a run that nothing happened to. Mistakes in the input
+are not tried again. The folder must be one that all workers see. About 20 s beyond the run itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from spanwise.train.ray_cluster import Cluster, joined_cluster
+from spanwise.train.recipe import Recipe, parse_recipe
+from spanwise.train.run import checkpoint_to_continue, run_in_folder
+from spanwise.train.run_folder import STAGING, RunFolder
+
+RETRIES = 3
+# Inside the folder's staging area, which the next run clears: what Ray writes, and what the workers say of themselves.
+STATE = "ray"
+REFUSAL = "refusal.json"
+# A mistake in the input, as opposed to something that happened to a worker.
+REFUSED = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, ModuleNotFoundError)}
+
+
+def train_on_ray(recipe: Recipe, *, resume: bool = False) -> dict[str, Any]:
+    """Run a recipe on ``recipe.ray.workers`` workers.
+
+    Args:
+        recipe: validated, with ray.workers of at least 1.
+        resume: continue the newest checkpoint in the output folder.
+
+    Returns:
+        What :func:`spanwise.train.run.train` returns, and ``workers``: rank, pid and host of each that saw the end.
+    """
+    output = Path(recipe.output).absolute()
+    with RunFolder(output, resume=resume) as locked:
+        checkpoint_to_continue(locked.path, recipe, resume=resume)
+        state = output / STAGING / STATE
+        state.mkdir(parents=True)
+        with joined_cluster(recipe.ray.workers, recipe.ray.address) as cluster:
+            job = {
+                "recipe": recipe.model_dump(mode="json") | {"output": str(output)},
+                "directory": str(Path.cwd()),
+                "environment": cluster.environment,
+            }
+            # Standard output carries the result alone; what the workers print belongs to standard error.
+            with contextlib.redirect_stdout(sys.stderr):
+                result = _fit(cluster, recipe.ray.workers, job, state)
+        shutil.rmtree(output / STAGING)
+    return result
+
+
+def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path) -> dict[str, Any]:
+    # As Any: the annotations of ray.train name the classes of both its versions.
+    ray_train: Any = importlib.import_module("ray.train")
+    torch_trainer: Any = importlib.import_module("ray.train.torch").TorchTrainer
+    trainer = torch_trainer(
+        work,
+        train_loop_config=job,
+        scaling_config=ray_train.ScalingConfig(num_workers=workers, use_gpu=_use_gpus(cluster, workers)),
+        run_config=ray_train.RunConfig(
+            name="run",
+            storage_path=str(state),
+            failure_config=ray_train.FailureConfig(max_failures=RETRIES),
+        ),
+    )
+    try:
+        done: Any = trainer.fit()
+    except ray_train.TrainingFailedError as error:
+        _raise_refusal(state)
+        raise RuntimeError(
+            f"the run failed {RETRIES + 1} times; expected it to get through in one of them. The last time: {error} "
+            f"Fix: mend the cause and go on with --resume; the checkpoints are in '{state.parent.parent}'."
+        ) from error
+    _raise_refusal(state)
+    result: dict[str, Any] = done.return_value
+    return result | {"workers": workers_of(state, workers)}
+
+
+def _use_gpus(cluster: Cluster, workers: int) -> bool:
+    """Whether every worker gets a GPU; a cluster with too few is refused, since Ray would wait for more for ever."""
+    gpus = int(cluster.ray.cluster_resources().get("GPU", 0))
+    if 0 < gpus < workers:
+        raise ValueError(
+            f"ray.workers is {workers} and the cluster has {gpus} GPUs; expected one per worker, or none at all. The "
+            f"recipe was probably written for a larger cluster. Fix: ray.workers={gpus}."
+        )
+    return gpus > 0
+
+
+def work(job: dict[str, Any]) -> dict[str, Any] | None:
+    """One worker's part: its rank's share of every step. Ray has set the ranks in the environment and the group up."""
+    os.environ.update(job["environment"])
+    if Path(job["directory"]).is_dir():
+        os.chdir(job["directory"])
+    folder = Path(job["recipe"]["output"])
+    state = folder / STAGING / STATE
+    if (state / REFUSAL).is_file():
+        return None
+    from spanwise.train.ray_report import RayReport
+
+    for left in (folder / STAGING).glob("checkpoint-*"):  # of a worker that died while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    rank = int(os.environ["RANK"])
+    _write(state / f"worker-{rank}.json", {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()})
+    try:
+        recipe = parse_recipe(job["recipe"])
+        return run_in_folder(recipe, folder, resume=True, callbacks=[RayReport()])
+    except tuple(REFUSED.values()) as error:
+        kind = next(name for name, kind in REFUSED.items() if isinstance(error, kind))
+        _write(state / REFUSAL, {"kind": kind, "message": str(error)})
+        raise
+
+
+def workers_of(state: Path, workers: int) -> list[dict[str, Any]]:
+    """Rank, pid and host of the workers that were started last, by rank."""
+    return [json.loads((state / f"worker-{rank}.json").read_text()) for rank in range(workers)]
+
+
+def _raise_refusal(state: Path) -> None:
+    file = state / REFUSAL
+    if file.is_file():
+        refusal = json.loads(file.read_text())
+        raise REFUSED[refusal["kind"]](refusal["message"])
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Complete or not at all: another worker may read it now."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as staged:
+        staged.write(json.dumps(content))
+    Path(staged.name).replace(path)
