@@ -76,7 +76,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep ``xdist_group`` working: xdist 3.8 names a group in an attribute that pytest 9.2 no longer reads."""
     if not getattr(config.option, "loadgroup", False):
         return
-    from _pytest.nodeid import coerce_node_id
 
     for item in items:
         groups = sorted({str(mark.args[0]) for mark in item.iter_markers("xdist_group")})
