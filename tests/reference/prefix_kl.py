@@ -24,8 +24,8 @@ def distribution(
     special_pairs: dict[int, int],
     bos: int = 1,
 ) -> tuple[dict[int, float], float, float] | None:
-    """(mass per student token, tail, kept mass) for the token at ``position``, from dense teacher log-probabilities "
-    "[T, Vt]."""
+    """(mass per student token, tail, kept mass) for the token at ``position``, from dense teacher log-probabilities
+    [T, Vt]."""
 
     def spans(vocabulary: list[bytes], ids: list[int]) -> list[tuple[int, int]]:
         out, at = [], 0

@@ -146,8 +146,8 @@ def test_a_bytes_chain_inside_a_teacher_token_is_the_posterior() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_chain_gives_the_students_own_token_its_true_probability(seed: int) -> None:
-    """A byte-level teacher and a student of longer tokens: P(u*) is the product over its bytes, and no fragment is "
-    "pulled."""
+    """A byte-level teacher and a student of longer tokens: P(u*) is the product over its bytes, and no fragment is
+    pulled."""
     student, teacher = [b"a", b"b", b"c", b"ab", b"abc", b"bca"], [b"a", b"b", b"c"]
     plan, targets, _, ids = chain_case(student, teacher, b"cabcbcaabab", seed)
     source = MarkovTeacher(b"abc", seed, 3)

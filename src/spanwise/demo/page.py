@@ -1,5 +1,5 @@
-"""The demo's page: the sentence, the table with controls and spread, curves, dots, an aligned sentence, and the fine "
-"print."""
+"""The demo's page: the sentence, the table with controls and spread, curves, dots, an aligned sentence, and the fine
+print."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def equal_wall_clock(arms: Arms) -> list[tuple[int, float, float]]:
 
 
 def _at(curve: Sequence[Sequence[float]], seconds: float) -> float:
-    """The curve at a time: between two points by a straight line, before the first the first, after the last the "
-    "last."""
+    """The curve at a time: between two points by a straight line, before the first the first, after the last the
+    last."""
     earlier = [point for point in curve if point[0] <= seconds]
     later = [point for point in curve if point[0] > seconds]
     if not earlier or not later:

@@ -120,8 +120,8 @@ class MaskingCollator:
         return self.finish(rows, layout, self.choose(layout, noise))
 
     def choose(self, layout: Layout, noise: RowNoise) -> Hidden:
-        """Which tokens are hidden; token noise counts from the first attended token, so left padding changes "
-        "nothing."""
+        """Which tokens are hidden; token noise counts from the first attended token, so left padding changes
+        nothing."""
         first = layout.attended.long().argmax(1, keepdim=True)
         place = (torch.arange(layout.ids.shape[1])[None] - first).clamp(min=0)
         return choose_hidden(layout.eligible, noise, place, self.noise_schedule, self.masking)

@@ -29,7 +29,8 @@ class MLMLoss:
 
     Args:
         loss_on_padding: targets may lie where attention_mask is 0, so padding is computed; else such targets are
-        refused. loss_on_visible_tokens: score every attended token with a target, hidden or not.
+            refused.
+        loss_on_visible_tokens: score every attended token with a target, hidden or not.
         model: anything :func:`spanwise.mlm.as_mlm_model` takes.
         tokenizer: says which id is MASK.
         use_num_masked_factor: divide each row's loss by 1 + the number of its MASK tokens.

@@ -43,8 +43,9 @@ class MLMPredictor(nn.Module):
         temperature: of token sampling; 0 is greedy.
         top_p_rule: ``inclusive`` keeps the token that crosses top_p; ``exclusive`` is the reference's rule.
         confidence: ``top_prob``, ``prob_diff`` (margin) or ``entropy``: fill the surest positions first. None: at
-        random. threshold: with confidence: fill while the accumulated risk stays below it, at least one position per
-        step. factor: fill the most positions n with (n + 1)·(1 - confidence of the n-th) < factor.
+            random.
+        threshold: with confidence: fill while the accumulated risk stays below it, at least one position per step.
+        factor: fill the most positions n with (n + 1)·(1 - confidence of the n-th) < factor.
         ddpm_cache: reveal each position at its own random time; steps that reveal nothing cost no forward.
         remasking: hide filled positions again with up to this probability per step, so that they may be corrected.
         block_size: fill blocks of that many positions from left to right.
@@ -114,8 +115,7 @@ class MLMPredictor(nn.Module):
 
         Args:
             batch: ``input_ids`` [B, L]; ``attention_mask`` [B, L] (None: all); ``idx`` [B], the keys of the rows'
-            random
-                numbers (None: the place in the batch).
+                random numbers (None: the place in the batch).
             seed: the same seed and key give the same row, whatever its neighbours.
         """
         started = time.perf_counter()
@@ -262,8 +262,8 @@ class MLMPredictor(nn.Module):
         return int(bool(stale.any()) and not bool(stale.all()))
 
     def _reveal_steps(self, run: Generation) -> Tensor:
-        """The step in 1…max_steps at which each position is revealed: the first whose hidden share is below its "
-        "draw."""
+        """The step in 1…max_steps at which each position is revealed: the first whose hidden share is below its
+        draw."""
         times = 1 - torch.arange(1, self.max_steps + 1, device=run.x.device).double() / self.max_steps
         share = hidden_share(self.noise_schedule, times)[0]
         share[-1] = 0.0
@@ -271,8 +271,8 @@ class MLMPredictor(nn.Module):
         return torch.searchsorted(-share, -draw).clamp(max=self.max_steps - 1) + 1
 
     def _pace(self, run: Generation, number: int) -> tuple[Tensor, Tensor]:
-        """Per row [B, 1]: the probability to reveal a hidden position and to hide a filled one again (ReMDM, "
-        "capped)."""
+        """Per row [B, 1]: the probability to reveal a hidden position and to hide a filled one again (ReMDM,
+        capped)."""
         steps = run.limit.clamp(min=1).double()[:, None]
         before = 1 - hidden_share(self.noise_schedule, (1 - (number - 1) / steps).clamp(min=0))[0]
         after = 1 - hidden_share(self.noise_schedule, (1 - number / steps).clamp(min=0))[0]

@@ -319,8 +319,8 @@ class TeacherScores:
 
 
 def safe_log_softmax(logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-    """Log-softmax over the last dimension; a row of nothing but -inf stays -inf instead of turning into NaN. In "
-    "place."""
+    """Log-softmax over the last dimension; a row of nothing but -inf stays -inf instead of turning into NaN. In
+    place."""
     total = torch.logsumexp(logits, dim=-1, keepdim=True)
     return logits.sub_(total.masked_fill(total == -torch.inf, 0.0))
 

@@ -108,8 +108,8 @@ class Projection:
         return load_projection(path, student=student, teacher=teacher)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write as safetensors, or in the dense ``.pt`` form where the path ends with ``.pt``; complete or not at "
-        "all."""
+        """Write as safetensors, or in the dense ``.pt`` form where the path ends with ``.pt``; complete or not at
+        all."""
         from spanwise.xtoken.projection_file import save_projection
 
         save_projection(self, path)

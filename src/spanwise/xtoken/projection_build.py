@@ -239,8 +239,8 @@ def _same_content(near: _Side, i: int, far: _Side, partners: list[int]) -> int |
 
 
 def _name(side: _Side, token_id: int) -> str:
-    """A special token's name without its brackets; empty for numbered fillers, which resemble one another by "
-    "accident."""
+    """A special token's name without its brackets; empty for numbered fillers, which resemble one another by
+    accident."""
     name = side.profile.table.bytes_of(token_id).decode("utf-8", "replace").lower()
     if re.search(r"reserved|unused|placeholder|extra|\d", name):
         return ""

@@ -102,8 +102,8 @@ class AlmRows:
 
 
 def bernoulli(s: Float[Tensor, " C"], t: Float[Tensor, " C"], difference: Difference) -> tuple[Tensor, Tensor]:
-    """Divergence of two Bernoulli variables with log-probabilities ``s`` (student) and ``t``, and its slope in "
-    "``s``."""
+    """Divergence of two Bernoulli variables with log-probabilities ``s`` (student) and ``t``, and its slope in
+    ``s``."""
     limit = torch.log1p(torch.tensor(-EPSILON, dtype=torch.float64)).item()
     inside = s < limit
     s, t = s.clamp(max=limit), t.clamp(min=LEAST_LOG, max=limit)

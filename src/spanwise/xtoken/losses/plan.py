@@ -288,8 +288,8 @@ def chunk_plan_of_batch(
 
 
 def token_plan_of_batch(batch: Mapping[str, Any]) -> TokenPlan:
-    """:func:`plan_tokens` with everything read from a collator's batch: ``loss_mask`` if present, else "
-    "``token_mask``."""
+    """:func:`plan_tokens` with everything read from a collator's batch: ``loss_mask`` if present, else
+    ``token_mask``."""
     return plan_tokens(
         batch["input_ids"],
         batch["loss_mask"] if "loss_mask" in batch else batch.get("token_mask"),

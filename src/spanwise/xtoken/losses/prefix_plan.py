@@ -203,8 +203,8 @@ def _group(ids: Tensor, segment_ids: Tensor | None) -> Tensor:
 
 
 def _spans(ids: Tensor, byte_end: Tensor, length: Tensor, group: Tensor) -> _Spans:
-    """The tokens whose bytes are known and as many as the tokenizer says; others (dummy prefixes, specials) are left "
-    "out."""
+    """The tokens whose bytes are known and as many as the tokenizer says; others (dummy prefixes, specials) are left
+    out."""
     end = byte_end.long()
     size = length[ids.clamp(0, len(length) - 1)]
     begin = end - size

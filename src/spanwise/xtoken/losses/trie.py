@@ -181,8 +181,8 @@ def _prefix_ranges(
 def _student_edges(
     flat: NDArray[np.uint8], start: Integers, length: Integers, order: Integers
 ) -> tuple[Integers, Integers]:
-    """The student's trie as sorted keys parent · 256 + byte; edge i leads to node i + 1, which ends token "
-    "``tokens[i]``."""
+    """The student's trie as sorted keys parent · 256 + byte; edge i leads to node i + 1, which ends token
+    ``tokens[i]``."""
     keys: list[Any] = []
     tokens: list[Any] = []
     parent = np.zeros(len(order), np.int64)
