@@ -46,12 +46,13 @@ def read_rows() -> list[dict[str, str]]:
 def table(rows: Iterable[dict[str, str]]) -> str:
     """A markdown table; it says so when nothing has been measured."""
     lines = [
-        f"| {row['figure']} | {number(row['value'])} {row['unit']} | {row['target'] or '–'} | {row['context']} |"
+        f"| {row['figure']} | {number(row['value'])} {row['unit']} | {row['target'] or '–'} | {row['context']} "
+        f"| {row['machine']} |"
         for row in ({key: value.replace("|", "/") for key, value in row.items()} for row in rows)
     ]
     if not lines:
         return "*Nothing has been measured here yet.*"
-    return "\n".join(["| figure | value | target | context |", "|---|---|---|---|", *lines])
+    return "\n".join(["| figure | value | target | context | machine |", "|---|---|---|---|---|", *lines])
 
 
 def number(text: str) -> str:
