@@ -21,6 +21,7 @@ from spanwise.train.ray_cluster import joined_cluster
 from spanwise.train.ray_run import train_on_ray
 from spanwise.train.recipe import parse_recipe
 from spanwise.train.run import train
+from spanwise.train.run_folder import checkpoints
 from spanwise.train.run_log import read_log
 from tests.ray_cluster import RayCluster, ray_cluster
 from tests.train import runs
@@ -77,7 +78,7 @@ def test_two_workers_give_the_curve_of_one_process(tmp_path: Path, teacher: Path
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
 def test_a_killed_worker_is_started_again(tmp_path: Path, teacher: Path, ray_cluster: RayCluster) -> None:
-    content = uneven(tmp_path, teacher, max_steps=40, save_strategy="steps", save_steps=4)
+    content = uneven(tmp_path, teacher, max_steps=60, save_strategy="steps", save_steps=20)
     alone = train(parse_recipe(content))
     path = runs.write(on_workers(content, tmp_path), tmp_path / "recipe.yaml")
     folder = tmp_path / "on-workers"
@@ -85,13 +86,13 @@ def test_a_killed_worker_is_started_again(tmp_path: Path, teacher: Path, ray_clu
     command = runs.spanwise("train", str(path), f"ray.address={ray_cluster.address}", "--json")
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not any(entry["step"] >= 6 for entry in read_log(folder / "log.jsonl")):
+    while not folder.is_dir() or not checkpoints(folder):
         assert run.poll() is None, run.communicate()[1][-2000:]
         assert time.monotonic() < deadline
         time.sleep(0.02)
     killed = json.loads((folder / ".staging" / "ray" / "worker-1.json").read_text())["pid"]
     os.kill(killed, signal.SIGKILL)
-    assert len(read_log(folder / "log.jsonl")) < 40, "it was killed on the way"
+    assert len(read_log(folder / "log.jsonl")) < 60, "it was killed on the way"
     printed, said = run.communicate(timeout=240)
     assert run.returncode == 0, said[-3000:]
     result = json.loads(printed)

@@ -29,7 +29,7 @@ from spanwise.teachers.teacher import Teacher
 from spanwise.train import data as corpus
 from spanwise.train.distill_terms import LOSS_NAMES, LossFamily, TeacherTerm, make_term
 from spanwise.train.evaluation import measure
-from spanwise.train.fused_losses import fused_losses, last_hidden, unwrapped, verified_head, wants_fused
+from spanwise.train.fused_losses import fused_losses, is_sharded, last_hidden, unwrapped, verified_head, wants_fused
 from spanwise.train.recipe import Recipe, Section
 from spanwise.train.student import DTYPES, corpus_texts, student_model, student_tokenizer
 from spanwise.train.task import ReportSection
@@ -297,7 +297,8 @@ class DistillTask:
         if self._fused is None:
             bare = unwrapped(model)
             wanted = wants_fused(self.recipe.loss.fused, self.terms, len(self.processing_class))
-            found = verified_head(bare, batch["input_ids"]) if wanted and isinstance(bare, type(self.model)) else None
+            readable = isinstance(bare, type(self.model)) and not is_sharded(bare)
+            found = verified_head(bare, batch["input_ids"]) if wanted and readable else None
             self._fused = (found,)
         return self._fused[0]
 

@@ -2,7 +2,8 @@
 
 The model runs as usual, wrapped or not, but its head is asked for one position only; the last hidden states are taken
 from its decoder and every loss reads the head in tiles. Memory O(tile · V) instead of O(B · S · V). Used only where the
-head as we read it gives the model's own logits (compared on one row); otherwise the plain path is taken.
+head as we read it gives the model's own logits (compared on one row) and is not sharded; otherwise the plain path is
+taken.
 """
 
 from __future__ import annotations
@@ -86,5 +87,12 @@ def fused_losses(
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The model inside DDP; FSDP's sharded heads are not read, so such a model is returned as it is."""
+    """The model inside DDP."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP has spread the parameters: a head is then whole inside the model's own forward only."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -102,6 +102,8 @@ def _started(ray: Any, workers: int, folder: Path) -> Cluster:
         ray.init(
             num_cpus=max(cpus, workers + 1),
             include_dashboard=False,
+            # Without a dashboard one of Ray Train's actors warns every second that it cannot ask it.
+            logging_config=ray.LoggingConfig(log_level="ERROR"),
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(folder / "r"),
         )

@@ -9,16 +9,25 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class RayReport(TrainerCallback):
-    """Gives Ray every number that the trainer logs; all ranks do, since ``ray.train.report`` waits for all."""
+    """Gives Ray the newest numbers whenever a checkpoint is complete, and at the end.
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
+    All ranks report, since each report waits for all of them and then for the next look of Ray's controller (2 s): at
+    every logged step that would be most of a small run's time.
+    """
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A checkpoint lies in the run's folder."""
+        _report(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Report numbers, with the step they belong to."""
-        numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
-        ray.train.report(numbers | {"step": state.global_step})
+        """The last step is done."""
+        _report(state)
+
+
+def _report(state: TrainerState) -> None:
+    numbers: dict[str, Any] = {}
+    for logged in state.log_history:
+        numbers |= {name: value for name, value in logged.items() if isinstance(value, int | float)}
+    ray.train.report(numbers | {"step": state.global_step})

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
@@ -325,6 +326,15 @@ class SpanwiseTrainer(Trainer):
                 else:
                     kept[name] = exported
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The model as transformers loads it: a sharded one is gathered, but for checkpoints that hold its shards."""
+        if self.is_fsdp_enabled and not _internal_call:
+            state = gathered_state(self.task.model, keep=self.args.should_save)
+            if self.args.should_save:
+                self._save(output_dir, state)
+        else:
+            super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
         # The stock trainer pickles its arguments; the resolved recipe says the same and cannot run code.
@@ -348,6 +358,16 @@ def _tokens_in(batch: Mapping[str, Any]) -> int:
         if isinstance(mask, Tensor) and mask.ndim == 2:
             return int((mask != 0).sum())
     return int(batch["input_ids"].numel()) if "input_ids" in batch else 0
+
+
+def gathered_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Every tensor of a sharded model, whole and on the CPU; {} on ranks that keep none. All must take part."""
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            state[name] = whole.cpu()
+    return state
 
 
 def peak_memory_mb() -> float:
