@@ -1,15 +1,18 @@
-"""One rank of a run, for ``torch.distributed.run``: trains a recipe, then writes what this rank saw as JSON.
+"""One rank of some runs, for ``torch.distributed.run``: trains recipes in turn, then writes what this rank saw as JSON.
 
-    python -m torch.distributed.run --nproc-per-node 2 rank.py RECIPE FOLDER [sharded] [resume]
+    python -m torch.distributed.run --nproc-per-node 2 rank.py FOLDER [sharded]
 
-``sharded`` turns on FSDP2 on processors. Accelerate reads its FSDP settings for accelerators only and would silently
-train with DDP, so its state is told here; the models of the run are asked afterwards what they are made of.
+FOLDER holds ``jobs.json``, a list of ``{"recipe": PATH, "again": BOOL}``; ``again`` takes the newest checkpoint away
+afterwards and continues the run from the one before. ``sharded`` turns on FSDP2 on processors: accelerate reads its
+FSDP settings for accelerators only and would silently train with DDP, so its state is told here; the models of the
+runs are asked what they are made of.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,27 +34,42 @@ def shard_on_processors() -> None:
     AcceleratorState.__init__ = with_plugin
 
 
-def main(recipe: str, folder: str, *words: str) -> None:
+def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
     import torch
     from torch.distributed.tensor import DTensor
     from transformers import TrainerCallback
 
     from spanwise.train.recipe import load_recipe
     from spanwise.train.run import train
+    from spanwise.train.run_folder import checkpoints
 
-    torch.set_num_threads(1)
-    if "sharded" in words:
-        shard_on_processors()
     kinds: set[str] = set()
 
     class Parameters(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             kinds.update("sharded" if isinstance(one, DTensor) else "whole" for one in model.parameters())
 
-    result = train(load_recipe(recipe), resume="resume" in words, callbacks=[Parameters()])
+    recipe = load_recipe(job["recipe"])
+    result = train(recipe, callbacks=[Parameters()])
+    if job["again"]:
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(checkpoints(Path(recipe.output))[-1])
+        torch.distributed.barrier()
+        result["again"] = train(recipe, resume=True)["loss_per_step"]
+    return result | {"kinds": sorted(kinds)}
+
+
+def main(folder: str, *words: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    if "sharded" in words:
+        shard_on_processors()
     rank = int(os.environ["RANK"])
-    seen = {"rank": rank, "pid": os.getpid(), "world": torch.distributed.get_world_size(), "kinds": sorted(kinds)}
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(seen | result))
+    results = [run_job(job, rank) for job in json.loads(Path(folder, "jobs.json").read_text())]
+    seen = {"rank": rank, "pid": os.getpid(), "world": torch.distributed.get_world_size(), "results": results}
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(seen))
     torch.distributed.barrier()  # without it gloo's threads may still run when the process ends
     torch.distributed.destroy_process_group()
 
