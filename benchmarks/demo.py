@@ -27,7 +27,7 @@ from spanwise.demo.page import GRID_FILE
 from spanwise.demo.run import run_demo
 from spanwise.demo.sentence import equal_wall_clock, student_verdict, values
 
-GRID = (2e-3, 4e-3, 6e-3, 1e-2)
+GRID = (3e-3, 6e-3, 1.2e-2)
 GRID_SEED = 100
 
 
