@@ -6,8 +6,8 @@ section puts adapters on. The tokenizer's size and the head's are compared befor
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -33,9 +33,9 @@ def student_tokenizer(student: Student, folder: Path, texts: Iterable[str]) -> A
     """The student's tokenizer; one that is trained from the corpus is kept in the run's folder and reused on resume."""
     if isinstance(student.tokenizer, TokenizerFromCorpus):
         kept = folder / TOKENIZER_FOLDER
-        if not kept.is_dir():
-            _keep(train_byte_bpe(texts, student.tokenizer.vocab_size), kept)
-        return load_tokenizer(kept)
+        if kept.is_dir():
+            return load_tokenizer(kept)
+        return _trained_tokenizer(texts, student.tokenizer.vocab_size, kept)
     source = student.tokenizer or student.model
     if not isinstance(source, str):
         raise ValueError(
@@ -46,13 +46,14 @@ def student_tokenizer(student: Student, folder: Path, texts: Iterable[str]) -> A
     return load_tokenizer(source)
 
 
-def _keep(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer, complete or not at all: every rank of a run makes the same one, and the first keeps it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".tokenizer-") as staging:
-        tokenizer.save_pretrained(Path(staging, "complete"))
-        with contextlib.suppress(OSError):  # another rank was first
-            Path(staging, "complete").rename(folder)
+def _trained_tokenizer(texts: Iterable[str], vocab_size: int, kept: Path) -> Any:
+    """Train one; the first rank keeps it, complete or not at all. The others make the same one and write nothing."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    first = int(os.environ.get("RANK", "0")) == 0
+    with tempfile.TemporaryDirectory(dir=kept.parent if first else None, prefix=".tokenizer-") as staging:
+        complete = Path(staging, kept.name)
+        train_byte_bpe(texts, vocab_size).save_pretrained(complete)
+        return load_tokenizer(complete.rename(kept) if first else complete)
 
 
 def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> Any:
