@@ -51,7 +51,7 @@ QUICK = Scale(
     student_batch=8,
     curve_points=2,
     held_out_documents=2,
-    teacher_documents=24,
+    teacher_documents=4,
     small_student=True,
 )
 
