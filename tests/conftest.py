@@ -24,6 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from spanwise.loading import BUILTIN_SMOLLM2, load_tokenizer
 from tests import tiny_tokenizers
 from tests.fetch import tokenizer_folder
+from tests.ray_cluster import ray_cluster
+
+__all__ = ["ray_cluster"]
 
 torch.set_num_threads(1)
 settings.register_profile("spanwise", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -1,8 +1,9 @@
 """One local Ray cluster for a whole test run, for every room that needs one.
 
-Import ``ray_cluster`` into a conftest or test module and mark the tests ``ray`` and ``xdist_group("ray")``: under
-xdist they then share one worker, and with it this cluster. Ray writes into HOME, so it gets one of its own; its socket
-paths must be short, so its folder lies directly under /tmp. About 4 s to start, 1 s to stop.
+The fixture is known to every test (a second import would be a second fixture, and a second cluster). Mark its tests
+``ray`` and ``xdist_group("ray")``: under xdist they then share one worker, and with it this cluster. Ray writes into
+HOME, so it gets one of its own; its socket paths must be short, so its folder lies directly under /tmp. About 4 s to
+start, 1 s to stop.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from spanwise.dataplane import DataPlaneClient, open_client
-from tests.ray_cluster import RayCluster, ray_cluster
+from tests.ray_cluster import RayCluster
 
-__all__ = ["ray_cluster"]
 QUEUE_ROWS = 6000
 
 

@@ -23,10 +23,9 @@ from spanwise.train.recipe import parse_recipe
 from spanwise.train.run import train
 from spanwise.train.run_folder import checkpoints
 from spanwise.train.run_log import read_log
-from tests.ray_cluster import RayCluster, ray_cluster
+from tests.ray_cluster import RayCluster
 from tests.train import runs
 
-__all__ = ["ray_cluster"]
 # Ray Data, which Ray Train imports, copies all of its own settings, deprecated ones among them.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:ray.data.context", "ignore::DeprecationWarning:ray.data.context"

@@ -1,7 +1,7 @@
 """Run a teacher once over a text and keep what it says.
 
-One forward per batch that holds something new; what an earlier, interrupted run kept is not scored again. Memory is
-the teacher's plus one batch of its scores.
+One forward per batch that holds something new; what an earlier, interrupted run kept whole is not scored again. Memory
+is the teacher's plus one batch of its scores.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from spanwise.teachers.cache_store import CacheIdentity
 from spanwise.teachers.cache_writer import CacheWriter
 from spanwise.teachers.documents import documents_of, split_scores
-from spanwise.teachers.scores import TeacherScores
 from spanwise.teachers.teacher import ScoreRequest, Teacher
 
 
@@ -91,40 +89,29 @@ def build_cache(
     with CacheWriter(path, identity, shard_bytes=shard_bytes) as writer:
         for request in requests:
             documents = documents_of(request)
-            unknown = sorted({document.row for document in documents if document.key not in writer})
-            if unknown:
-                wanted = replace(
-                    rows_of(request, unknown),
-                    temperature=identity.temperature,
-                    top_k=min(identity.k.cap, identity.vocab_size),
-                    shared_ids=None,
-                    statistics=True,
-                    word_start=word_start,
-                )
-                new_tokens += add_scores(writer, wanted, teacher.score(wanted))
+            # All of a batch or nothing of it: what a row gets depends, in its last bits, on the batch it is scored in,
+            # and a cache is to be the same wherever an earlier run was cut off.
+            if any(document.key not in writer for document in documents):
+                scores = teacher.score(wanted_of(request, identity, word_start))
+                for document, part in zip(documents, split_scores(documents, scores), strict=True):
+                    new_tokens += writer.add(document, part)
             done += len(documents)
             if report is not None:
                 report(CacheProgress(done, total, new_tokens, time.monotonic() - begun, writer.bytes_per_token))
         return writer.finish()
 
 
-def add_scores(writer: CacheWriter, request: ScoreRequest, scores: TeacherScores) -> int:
-    """Append every document of a scored batch; the number of its tokens."""
-    documents = documents_of(request)
-    for document, part in zip(documents, split_scores(documents, scores), strict=True):
-        writer.add(document, part)
-    return sum(len(document.ids) for document in documents)
-
-
-def rows_of(request: ScoreRequest, rows: list[int]) -> ScoreRequest:
-    """The request for some rows of a batch."""
-    places = torch.as_tensor(rows, dtype=torch.long, device=request.input_ids.device)
-    segments = request.segment_ids
+def wanted_of(
+    request: ScoreRequest, identity: CacheIdentity, word_start: Bool[Tensor, " V"] | None = None
+) -> ScoreRequest:
+    """What a teacher is asked about a batch for a cache of this identity."""
     return replace(
         request,
-        input_ids=request.input_ids[places],
-        token_mask=request.token_mask[places],
-        segment_ids=None if segments is None else segments[places],
+        temperature=identity.temperature,
+        top_k=min(identity.k.cap, identity.vocab_size),
+        shared_ids=None,
+        statistics=True,
+        word_start=word_start,
     )
 
 

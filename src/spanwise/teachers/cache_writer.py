@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from spanwise.loading import file_digest
-from spanwise.teachers.cache_frame import CacheError, encode
+from spanwise.teachers.cache_frame import CacheError, decode, encode
 from spanwise.teachers.cache_store import (
     INDEX,
     MANIFEST,
@@ -159,30 +159,34 @@ class CacheWriter:
     def __len__(self) -> int:
         return len(self._where)
 
-    def add(self, document: Document | np.ndarray, scores: DocumentScores) -> None:
-        """Append a document (or its ids), cut to the cache's k. One that is there already is left as it is."""
+    def keys(self) -> frozenset[bytes]:
+        """The documents that are there."""
+        return frozenset(self._where)
+
+    def add(self, document: Document | np.ndarray, scores: DocumentScores) -> int:
+        """Append a document (or its ids), cut to the cache's k; its tokens, 0 for one that was there already."""
         ids = document.ids if isinstance(document, Document) else document
         key = document_key(ids)
-        if key in self._where:
-            return
-        missing = [name for name in self.identity.fields if getattr(scores, name) is None]
-        if missing:
+        return 0 if key in self._where else self.add_frame(frame_of(self.identity, key, len(ids), scores))
+
+    def add_frame(self, frame: bytes) -> int:
+        """Append a document that :func:`frame_of` has encoded, here or elsewhere; its tokens, 0 if it was there."""
+        decoded = decode(frame)
+        if decoded is None or decoded[0].size != len(frame):
             raise CacheError(
-                f"the scores of a document lack {', '.join(missing)}, which this cache keeps; expected all of "
-                f"{', '.join(self.identity.fields)}. The teacher probably cannot say it. Fix: leave the field out of "
-                "the identity's fields."
+                f"{len(frame):,} bytes were given as the scores of a document and are no whole frame; expected what "
+                "frame_of returns. They were probably damaged on the way. Fix: score the document again."
             )
-        kept = replace(
-            self.identity.k.cut(scores),
-            entropy=scores.entropy if "entropy" in self.identity.fields else None,
-            next_word_mass=scores.next_word_mass if "next_word_mass" in self.identity.fields else None,
-        )
-        frame = encode(key, len(ids), kept)
+        # Totals are of the scores as they are stored, as they will be when another writer takes the shard over.
+        header, stored = decoded
+        if header.key in self._where:
+            return 0
         self._append(frame)
-        self._where[key] = (len(self.manifest.shards), len(frame), self._offset - len(frame))
-        self._totals.add(len(ids), kept)
+        self._where[header.key] = (len(self.manifest.shards), len(frame), self._offset - len(frame))
+        self._totals.add(header.tokens, stored)
         if self._offset >= self.shard_bytes:
             self.seal()
+        return header.tokens
 
     def _append(self, frame: bytes) -> None:
         try:
@@ -287,6 +291,23 @@ class CacheWriter:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def frame_of(identity: CacheIdentity, key: bytes, tokens: int, scores: DocumentScores) -> bytes:
+    """A document's scores as a cache of this identity keeps them."""
+    missing = [name for name in identity.fields if getattr(scores, name) is None]
+    if missing:
+        raise CacheError(
+            f"the scores of a document lack {', '.join(missing)}, which this cache keeps; expected all of "
+            f"{', '.join(identity.fields)}. The teacher probably cannot say it. Fix: leave the field out of the "
+            "identity's fields."
+        )
+    kept = replace(
+        identity.k.cut(scores),
+        entropy=scores.entropy if "entropy" in identity.fields else None,
+        next_word_mass=scores.next_word_mass if "next_word_mass" in identity.fields else None,
+    )
+    return encode(key, tokens, kept)
 
 
 def _lock(folder: Path) -> int | None:

@@ -7,6 +7,7 @@ weights. Memory: the teachers, and one batch of one teacher's logits.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 import time
@@ -49,20 +50,24 @@ def cache_teachers(recipe: Recipe) -> dict[str, Any]:
             f"the recipe is of the task '{recipe.task}'; expected distill, the one with teachers. Another recipe was "
             "probably meant. Fix: name a distillation recipe."
         )
-    wanted = _to_be_cached(recipe)
+    wanted = to_be_cached(recipe)
     folder = Path(recipe.cache.folder or f"{recipe.output}.cache")
-    with tempfile.TemporaryDirectory() as staging:
-        task = _task(recipe, Path(staging))
-    try:
-        caches = [_build(recipe, task, task.terms[f"kd/{place}"], folder / f"teacher-{place}") for place in wanted]
-    finally:
-        task.close()
+    paths = {place: folder / f"teacher-{place}" for place in wanted}
+    if recipe.ray.workers:
+        ray_cache: Any = importlib.import_module("spanwise.train.ray_cache")
+        caches: list[dict[str, Any]] = ray_cache.cache_on_ray(recipe, paths)
+    else:
+        task = open_task(recipe)
+        try:
+            caches = [_build(recipe, task, task.terms[f"kd/{place}"], path) for place, path in paths.items()]
+        finally:
+            task.close()
     size, tokens = sum(one["bytes"] for one in caches), sum(one["tokens"] for one in caches)
     path = caches[0]["path"] if len(caches) == 1 else str(folder)
     return {"tokens": tokens, "bytes_per_token": size / max(tokens, 1), "path": path, "caches": caches}
 
 
-def _to_be_cached(recipe: TaskRecipe) -> list[int]:
+def to_be_cached(recipe: TaskRecipe) -> list[int]:
     """The places of the teachers to be cached; one that cannot be is refused."""
     wanted = [place for place, section in enumerate(recipe.teachers) if section.cache is None]
     for place in wanted:
@@ -81,8 +86,13 @@ def _to_be_cached(recipe: TaskRecipe) -> list[int]:
     return wanted
 
 
-def _task(recipe: TaskRecipe, staging: Path) -> DistillTask:
+def open_task(recipe: TaskRecipe) -> DistillTask:
     """Rows, collator and teachers as training has them, without a student."""
+    with tempfile.TemporaryDirectory() as staging:
+        return _task(recipe, Path(staging))
+
+
+def _task(recipe: TaskRecipe, staging: Path) -> DistillTask:
     rows: Any = corpus.open_corpus(recipe.data.train, stream=recipe.data.stream)
     named = (corpus.rename_columns(row, recipe.data.columns, place) for place, row in enumerate(rows))
     tokenizer = student_tokenizer(recipe.student, staging, corpus_texts(named))
@@ -102,17 +112,14 @@ def _scored_here(section: TeacherSection, recipe: TaskRecipe) -> TeacherSection:
 
 def _build(recipe: TaskRecipe, task: DistillTask, term: TeacherTerm, path: Path) -> dict[str, Any]:
     tokenizer = term.teacher_tokenizer
-    words = word_starts(token_table(tokenizer), tokenizer.eos_token_id)
     identity, asked = identity_of(recipe, term.teacher, tokenizer, recipe.teachers[term.index])
-    knows_words = "next_word_mass" in identity.fields
-    size = term.teacher.vocab_size
     progress = ProgressLine(term.teacher.name)
     found = build_cache(
         term.teacher,
-        _requests(task, term, recipe.cache.batch_size, asked),
+        requests_of(task, term, recipe.cache.batch_size, asked),
         path,
         identity=identity,
-        word_start=words[:size].to(asked) if knows_words else None,
+        word_start=word_starts_of(term, identity, asked),
         total=None if recipe.data.stream else len(task.train_rows),
         report=progress,
     )
@@ -147,6 +154,15 @@ def identity_of(
     return identity, device
 
 
+def word_starts_of(term: TeacherTerm, identity: CacheIdentity, device: torch.device) -> Bool[Tensor, " V"] | None:
+    """The word starts of a teacher, None where the cache does not keep what needs them."""
+    if "next_word_mass" not in identity.fields:
+        return None
+    tokenizer = term.teacher_tokenizer
+    words = word_starts(token_table(tokenizer), tokenizer.eos_token_id)
+    return words[: term.teacher.vocab_size].to(device)
+
+
 def word_starts(table: TokenTable, eos_token_id: int | None) -> Bool[Tensor, " V"]:
     """Which ids start a word (their bytes begin with a space) or end the text."""
     starts = torch.zeros(table.size, dtype=torch.bool)
@@ -157,27 +173,30 @@ def word_starts(table: TokenTable, eos_token_id: int | None) -> Bool[Tensor, " V
     return starts
 
 
-def _requests(task: DistillTask, term: TeacherTerm, batch_size: int, device: torch.device) -> Iterator[ScoreRequest]:
-    """The teacher's side of every batch of the training rows, on its device."""
+def requests_of(
+    task: DistillTask, term: TeacherTerm, batch_size: int, device: torch.device, places: range | None = None
+) -> Iterator[ScoreRequest]:
+    """The teacher's side of every batch of the training rows (or of those at ``places``), on its device."""
     rows: list[dict[str, Any]] = []
-    for row in _rows(task.train_rows):
+    for row in _rows(task.train_rows, places):
         rows.append(row)
         if len(rows) == batch_size:
-            yield _to(term.request(task.collator(rows)), device)
+            yield to_device(term.request(task.collator(rows)), device)
             rows = []
     if rows:
-        yield _to(term.request(task.collator(rows)), device)
+        yield to_device(term.request(task.collator(rows)), device)
 
 
-def _rows(train_rows: Any) -> Iterator[dict[str, Any]]:
+def _rows(train_rows: Any, places: range | None) -> Iterator[dict[str, Any]]:
     if isinstance(train_rows, torch.utils.data.IterableDataset):
         yield from train_rows
     else:
-        for place in range(len(train_rows)):
+        for place in range(len(train_rows)) if places is None else places:
             yield train_rows[place]
 
 
-def _to(request: ScoreRequest, device: torch.device) -> ScoreRequest:
+def to_device(request: ScoreRequest, device: torch.device) -> ScoreRequest:
+    """The request's tensors on a teacher's device."""
     segments = request.segment_ids
     return replace(
         request,

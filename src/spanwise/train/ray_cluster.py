@@ -11,7 +11,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,27 @@ class Cluster:
 
     ray: Any
     environment: dict[str, str]
+
+    def place(self) -> dict[str, Any]:
+        """What a worker must know to stand where this process stands; see :func:`stand`."""
+        return {"directory": str(Path.cwd()), "environment": self.environment}
+
+    def has_gpus(self, workers: int) -> bool:
+        """Whether every worker gets a GPU; a cluster with too few is refused, since Ray would wait for ever."""
+        gpus = int(self.ray.cluster_resources().get("GPU", 0))
+        if 0 < gpus < workers:
+            raise ValueError(
+                f"ray.workers is {workers} and the cluster has {gpus} GPUs; expected one per worker, or none at all. "
+                f"The recipe was probably written for a larger cluster. Fix: ray.workers={gpus}."
+            )
+        return gpus > 0
+
+
+def stand(place: Mapping[str, Any]) -> None:
+    """In a worker, first of all: the environment and the working directory of the process that started the run."""
+    os.environ.update(place["environment"])
+    if Path(place["directory"]).is_dir():
+        os.chdir(place["directory"])
 
 
 @contextlib.contextmanager

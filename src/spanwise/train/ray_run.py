@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spanwise.train.ray_cluster import Cluster, joined_cluster
+from spanwise.train.ray_cluster import Cluster, joined_cluster, stand
 from spanwise.train.recipe import Recipe, parse_recipe
 from spanwise.train.run import checkpoint_to_continue, run_in_folder
 from spanwise.train.run_folder import STAGING, RunFolder
@@ -47,15 +47,13 @@ def train_on_ray(recipe: Recipe, *, resume: bool = False) -> dict[str, Any]:
         checkpoint_to_continue(locked.path, recipe, resume=resume)
         state = output / STAGING / STATE
         state.mkdir(parents=True)
-        with joined_cluster(recipe.ray.workers, recipe.ray.address) as cluster:
+        # Standard output carries the result alone; what Ray and the workers print is kept out of it to the end.
+        with contextlib.redirect_stdout(sys.stderr), joined_cluster(recipe.ray.workers, recipe.ray.address) as cluster:
             job = {
                 "recipe": recipe.model_dump(mode="json") | {"output": str(output)},
-                "directory": str(Path.cwd()),
-                "environment": cluster.environment,
+                "place": cluster.place(),
             }
-            # Standard output carries the result alone; what the workers print belongs to standard error.
-            with contextlib.redirect_stdout(sys.stderr):
-                result = _fit(cluster, recipe.ray.workers, job, state)
+            result = _fit(cluster, recipe.ray.workers, job, state)
         shutil.rmtree(output / STAGING)
     return result
 
@@ -67,7 +65,7 @@ def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path) -> di
     trainer = torch_trainer(
         work,
         train_loop_config=job,
-        scaling_config=ray_train.ScalingConfig(num_workers=workers, use_gpu=_use_gpus(cluster, workers)),
+        scaling_config=ray_train.ScalingConfig(num_workers=workers, use_gpu=cluster.has_gpus(workers)),
         run_config=ray_train.RunConfig(
             name="run",
             storage_path=str(state),
@@ -87,22 +85,9 @@ def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path) -> di
     return result | {"workers": workers_of(state, workers)}
 
 
-def _use_gpus(cluster: Cluster, workers: int) -> bool:
-    """Whether every worker gets a GPU; a cluster with too few is refused, since Ray would wait for more for ever."""
-    gpus = int(cluster.ray.cluster_resources().get("GPU", 0))
-    if 0 < gpus < workers:
-        raise ValueError(
-            f"ray.workers is {workers} and the cluster has {gpus} GPUs; expected one per worker, or none at all. The "
-            f"recipe was probably written for a larger cluster. Fix: ray.workers={gpus}."
-        )
-    return gpus > 0
-
-
 def work(job: dict[str, Any]) -> dict[str, Any] | None:
     """One worker's part: its rank's share of every step. Ray has set the ranks in the environment and the group up."""
-    os.environ.update(job["environment"])
-    if Path(job["directory"]).is_dir():
-        os.chdir(job["directory"])
+    stand(job["place"])
     folder = Path(job["recipe"]["output"])
     state = folder / STAGING / STATE
     if (state / REFUSAL).is_file():
