@@ -385,3 +385,7 @@ def main(arguments: list[str] | None = None) -> None:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     sys.exit(code or 0)
+
+
+if __name__ == "__main__":
+    main()
