@@ -13,6 +13,8 @@ from spanwise.demo import arms
 from spanwise.loading import cache_dir
 from tests.train.runs import environment, spanwise
 
+pytestmark = pytest.mark.xdist_group("demo")  # one worker, and with it one run of the demo
+
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
