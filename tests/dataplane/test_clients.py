@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import resource
+import shutil
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ from spanwise.dataplane import (
     BatchMeta,
     CapacityExceeded,
     ClientClosed,
+    DataPlaneClient,
     Field,
     NotSupported,
     PartitionConflict,
@@ -108,8 +115,7 @@ def test_the_log_is_compacted_and_late_comers_read_the_snapshot(monkeypatch: pyt
     assert other.claim_meta("p", "t", ["reward"], 1, lease_s=60.0) is not None
     for _ in range(60):
         client.put_samples(["c"], "p", {"reward": torch.zeros(1)})
-    size = (client.plane.folder / "index").stat().st_size
-    assert size < 20_000
+    assert client.plane.position < 20_000
     late = open_client(url)
     assert late.get_samples(["a"], "p", ["reward"])["reward"].tolist() == [59.0]
     assert late.stats() == client.stats() == other.stats()
@@ -117,6 +123,93 @@ def test_the_log_is_compacted_and_late_comers_read_the_snapshot(monkeypatch: pyt
     for each in (client, other, late):
         each.close()
     assert not client.plane.folder.exists()
+
+
+@contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond ``size`` bytes: writes stop there as they do where a disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def put_until_refused(client: DataPlaneClient) -> tuple[int, CapacityExceeded]:
+    """How many samples found room, and what the next one was told."""
+    for put in itertools.count():
+        try:
+            client.put_samples([f"s{put}"], "p", {"x": torch.ones(1)}, [{"note": "n" * 100}])
+        except CapacityExceeded as refusal:
+            return put, refusal
+    raise AssertionError("the counter does not end")
+
+
+def test_a_full_shared_memory_refuses_puts_and_stays_usable() -> None:
+    url = f"shm://{uuid.uuid4().hex}"
+    client, other = open_client(url), open_client(url)
+    client.register_partition("p", ["x", "y"], 10_000, ["t"])
+    index = client.plane.folder / "index"
+    with files_end_at(index.stat().st_size):
+        put, refusal = put_until_refused(client)
+        assert re.search(r"no room for .* of the index .*Fix: clear samples", str(refusal))
+        with pytest.raises(CapacityExceeded):
+            client.register_partition("q" * shared_memory.RESERVE_BYTES, ["x"], 1, ["t"])
+        with pytest.raises(CapacityExceeded):
+            client.put_samples(["large"], "p", {"y": torch.ones(1, index.stat().st_size)})
+        assert other.stats() == client.stats()
+        assert client.stats()["rows"] == put > 0
+        assert len(list(client.plane.folder.glob("seg-*"))) == put
+        assert not list(client.plane.folder.glob("new-*"))
+        client.clear_samples([f"s{place}" for place in range(put)], "p")  # what frees something finds its room
+        assert other.stats()["rows"] == 0
+    other.put_samples(["again"], "p", {"x": torch.ones(1)})
+    assert client.get_samples(["again"], "p", ["x"])["x"].tolist() == [1.0]
+    other.close()
+    client.close()
+    assert not client.plane.folder.exists()
+
+
+def test_a_record_that_is_cut_short_is_not_published() -> None:
+    url = f"shm://{uuid.uuid4().hex}"
+    client, other = open_client(url), open_client(url)
+    client.register_partition("p", ["x"], 1, ["t"])
+    client.put_samples(["a"], "p", {"x": torch.ones(1)})
+    with files_end_at(client.plane.position + 10), pytest.raises(CapacityExceeded, match="nothing was changed"):
+        client.clear_samples(["a"], "p")
+    with files_end_at(client.plane.position + 10):
+        other.close()  # without room for its last word, which only its process's end can say now
+    assert client.get_samples(["a"], "p", ["x"])["x"].tolist() == [1.0]
+    client.clear_samples(["a"], "p")
+    late = open_client(url)
+    assert late.stats() == client.stats()
+    for each in (late, client):
+        each.close()
+    shutil.rmtree(client.plane.folder)
+
+
+def test_a_full_shared_memory_refuses_a_new_plane_and_leaves_nothing() -> None:
+    name = uuid.uuid4().hex
+    for size in (0, shared_memory.HEAD_BYTES):
+        with files_end_at(size), pytest.raises(CapacityExceeded, match="no room"):
+            open_client(f"shm://{name}")
+        assert not (shared_memory.ROOT / f"spanwise-{os.getuid()}-{name}").exists()
+
+
+def test_a_log_that_cannot_be_compacted_grows_on() -> None:
+    client = open_client(f"shm://{uuid.uuid4().hex}")
+    client.register_partition("p", ["x"], 1000, ["t"])
+    for place in range(100):
+        client.put_samples([f"s{place}"], "p", {"x": torch.ones(1)})
+    client.plane._compact, kept = lambda: client.plane._replace_log(["x" * 10**6]), client.plane._compact
+    client.plane.compact_at = 1
+    with files_end_at((client.plane.folder / "index").stat().st_size):
+        client.put_samples(["last"], "p", {"x": torch.ones(1)})
+    client.plane._compact = kept
+    assert client.get_samples(["last"], "p", ["x"])["x"].tolist() == [1.0]
+    assert not (client.plane.folder / "index.new").exists()
+    client.close()
 
 
 @given(

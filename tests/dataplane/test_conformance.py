@@ -317,6 +317,19 @@ def test_clearing(ready: tuple[DataPlaneClient, str]) -> None:
     assert client.get_samples([], name, ["ids"]) == {}
 
 
+def test_what_was_cleared_is_not_waited_for(ready: tuple[DataPlaneClient, str]) -> None:
+    client, name = ready
+    fill(client, name, ["a", "b", "c", "d"])
+    claimed = client.claim_meta(name, "train", ["ids"], 3)
+    client.clear_samples([sample for sample in "abcd" if sample not in claimed.ids], name)
+    assert client.check_consumption_status(name, ["train"])
+    assert not client.check_consumption_status(name, ["train", "score"])
+    with pytest.raises(PartitionExhausted):
+        client.claim_meta(name, "train", ["ids"], 1)
+    client.clear_samples(claimed.ids, name)
+    assert client.check_consumption_status(name, ["train", "score"])
+
+
 def test_registering(ready: tuple[DataPlaneClient, str]) -> None:
     client, name = ready
     client.register_partition(name, FIELDS, 4, ["train", "score"])

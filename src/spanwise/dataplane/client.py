@@ -87,7 +87,10 @@ class DataPlaneClient(Protocol):
         ...
 
     def check_consumption_status(self, partition: str, tasks: Sequence[str]) -> bool:
-        """True when every named task has consumed every sample of the partition (leases not counted)."""
+        """True when nothing is left for any named task: every sample was consumed, or cleared before it was.
+
+        Leased samples are not consumed yet. A claim raises PartitionExhausted exactly then.
+        """
         ...
 
     def clear_samples(self, ids: Sequence[str] | None, partition: str) -> None:

@@ -217,10 +217,8 @@ class LocalClient:
     def check_consumption_status(self, partition: str, tasks: Sequence[str]) -> bool:
         self._check_open()
         with self._now(GetTimeout) as ledger:
-            return all(
-                len(ledger.cursor(partition, task).consumed) >= ledger.partition(partition).num_samples
-                for task in tasks
-            )
+            entry = ledger.partition(partition)
+            return all(entry.done(ledger.cursor(partition, task)) >= entry.num_samples for task in tasks)
 
     def clear_samples(self, ids: Sequence[str] | None, partition: str) -> None:
         self._check_open()
@@ -287,8 +285,10 @@ class LocalClient:
             self.plane.wait(deadline - time.monotonic())
 
     def _withdraw(self, segment: str) -> None:
-        self.plane.discard(segment)
         with self._now(PutTimeout) as ledger:
+            if segment in ledger.segments:
+                return  # interrupted just behind the commit: it is in
+            self.plane.discard(segment)
             if segment in ledger.reservations:
                 self.plane.commit([["unreserve", segment]])
 

@@ -4,7 +4,8 @@ The ledger is a replicated log. One file holds records; a writer appends behind 
 with a single eight-byte store, so a record is there whole or not at all. Each process replays the log into its own
 ledger. An flock guards it: the kernel frees it when its holder dies. A put writes its frame to a file of its own,
 renames it under the lock and publishes it with one record. What dead processes leave (half-written frames,
-reservations, stale planes) is reaped by whoever comes next; the last living client removes everything.
+reservations, stale planes) is reaped by whoever comes next; the last living client removes everything. Where /dev/shm
+is full a put is refused and nothing changes; the log keeps room in reserve for the records that free something.
 
 Reads are views of private copy-on-write mappings: zero-copy, safe to write into, valid after the file is gone.
 O(records since the last transaction) to catch up; the log is compacted once it outgrows the state it describes.
@@ -12,6 +13,7 @@ O(records since the last transaction) to catch up; the log is compacted once it 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -30,7 +32,7 @@ from typing import Any
 import msgspec
 from typing_extensions import override
 
-from spanwise.dataplane.errors import DataPlaneError, PutTimeout, TransportDown
+from spanwise.dataplane.errors import CapacityExceeded, DataPlaneError, PutTimeout, TransportDown
 from spanwise.dataplane.frame_writer import FrameWriter
 from spanwise.dataplane.frames import Frame, decode_frame
 from spanwise.dataplane.ledger import Ledger, Record
@@ -42,6 +44,9 @@ ROOT = Path("/dev/shm")  # noqa: S108 (the point of this transport)
 HEAD_BYTES = 64
 RECORD = struct.Struct("<II")
 COMPACT_BYTES = 1 << 20
+RESERVE_BYTES = 1 << 16
+FREEING = {"clear", "leave", "unreserve", "ack", "release"}
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
 OPEN_TIMEOUT_S = 30.0
 REAP_EVERY = 16
 _LONGEST_NAP_S = 0.01
@@ -79,6 +84,7 @@ class SharedMemoryPlane(Plane):
         self.log = -1
         self.head: Any = None
         self.position = HEAD_BYTES
+        self.set_aside = 0  # bytes of the log that are known to be allocated
         self.compact_at = COMPACT_BYTES
         self.settled = 0
         self.ledger = Ledger()
@@ -89,10 +95,11 @@ class SharedMemoryPlane(Plane):
         """Enter the plane; a plane whose clients are all dead is swept and begun anew."""
         deadline = time.monotonic() + OPEN_TIMEOUT_S
         while True:
-            with suppress(FileExistsError):
-                self.folder.mkdir(mode=0o700)
             try:
-                self.lock_file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                with room_for("a new plane"):
+                    with suppress(FileExistsError):
+                        self.folder.mkdir(mode=0o700)
+                    self.lock_file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:  # the last client removed the folder in between
                 continue
             self._flock(deadline, TransportDown)
@@ -109,15 +116,32 @@ class SharedMemoryPlane(Plane):
                 self.commit([["settings", settings]])
             self.commit([["join", client, os.getpid(), _started(os.getpid())]])
             self.reap()
-        finally:
-            fcntl.flock(self.lock_file, fcntl.LOCK_UN)
+        except BaseException as problem:
+            if isinstance(problem, CapacityExceeded) and not self._others(client):
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self._let_go()  # the lock too
+            raise
+        fcntl.flock(self.lock_file, fcntl.LOCK_UN)
 
     @override
     def leave(self, client: str) -> None:
-        with suppress(TransportDown), self.transaction(time.monotonic() + OPEN_TIMEOUT_S, PutTimeout):
-            self.commit([["leave", client]])
-            if not any(_is_alive(pid, started) for pid, started in self.ledger.clients.values()):
+        # Without room for a last word the others learn from the kernel that this process has ended.
+        with (
+            suppress(TransportDown, CapacityExceeded),
+            self.transaction(time.monotonic() + OPEN_TIMEOUT_S, PutTimeout),
+        ):
+            if self._others(client):
+                self.commit([["leave", client]])
+            else:
                 shutil.rmtree(self.folder, ignore_errors=True)
+        self._let_go()
+
+    def _others(self, client: str) -> bool:
+        """Whether another living client is in the plane."""
+        entries = self.ledger.clients.items()
+        return any(name != client and _is_alive(pid, started) for name, (pid, started) in entries)
+
+    def _let_go(self) -> None:
         with self.thread_lock:
             for descriptor in (self.log, self.lock_file):
                 if descriptor >= 0:
@@ -155,27 +179,25 @@ class SharedMemoryPlane(Plane):
     @override
     def commit(self, records: Sequence[Record]) -> None:
         data = b"".join(_framed(record) for record in records)
-        os.pwrite(self.log, data, self.position)
+        self._append(data, from_reserve=all(record[0] in FREEING for record in records))
         self._publish(self.position + len(data))
         for record in records:
             for segment in self.ledger.apply(record):
                 self._segment(segment).unlink(missing_ok=True)
         self.position += len(data)
         if self.position > self.compact_at:
-            self._compact()
+            with suppress(CapacityExceeded):  # the records are in; a long log does no harm
+                self._compact()
 
     @override
     def write(self, segment: str, frame: FrameWriter) -> None:
-        descriptor = os.open(self._unfinished(segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with room_for(f"a put of {frame.nbytes:,} bytes"):
+            descriptor = os.open(self._unfinished(segment), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, frame.nbytes)  # a full /dev/shm is an error here, not a SIGBUS later
-            with mmap.mmap(descriptor, frame.nbytes) as target:
-                frame.write_into(target)
-        except OSError as problem:
-            raise TransportDown(
-                f"{ROOT} has no room for {frame.nbytes:,} bytes ({problem}). Fix: clear samples, set max_bytes, or "
-                "give the container more shared memory (--shm-size)."
-            ) from problem
+            with room_for(f"a put of {frame.nbytes:,} bytes"):
+                os.posix_fallocate(descriptor, 0, frame.nbytes)  # a full /dev/shm is an error here, not a SIGBUS later
+                with mmap.mmap(descriptor, frame.nbytes) as target:
+                    frame.write_into(target)
         finally:
             os.close(descriptor)
 
@@ -189,6 +211,7 @@ class SharedMemoryPlane(Plane):
     @override
     def discard(self, segment: str) -> None:
         self._unfinished(segment).unlink(missing_ok=True)
+        self._segment(segment).unlink(missing_ok=True)
 
     @override
     def frame(self, segment: str) -> Frame:
@@ -290,7 +313,26 @@ class SharedMemoryPlane(Plane):
         self.log = os.open(self.folder / "index", os.O_RDWR | os.O_CLOEXEC)
         self.head = memoryview(mmap.mmap(self.log, HEAD_BYTES)).cast("Q")
         self.position = HEAD_BYTES
+        self.set_aside = 0
         self.ledger = Ledger()
+
+    def _append(self, data: bytes, *, from_reserve: bool) -> None:
+        """Write behind the committed length, where nobody looks yet: what fails here leaves the plane as it was.
+
+        RESERVE_BYTES behind the end stay allocated, and only records that free something may use them up: on a full
+        /dev/shm samples can still be cleared.
+        """
+        end = self.position + len(data)
+        with room_for(f"{len(data):,} bytes of the index"):
+            if end + RESERVE_BYTES > self.set_aside:
+                try:
+                    os.posix_fallocate(self.log, self.position, len(data) + 2 * RESERVE_BYTES)
+                    self.set_aside = end + 2 * RESERVE_BYTES
+                except OSError:
+                    if not from_reserve:
+                        raise
+            if os.pwrite(self.log, data, self.position) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _publish(self, committed: int) -> None:
         """The atomic write: one aligned eight-byte store."""
@@ -299,7 +341,14 @@ class SharedMemoryPlane(Plane):
     def _replace_log(self, snapshot: Record | None) -> None:
         body = b"" if snapshot is None else _framed(["snapshot", snapshot])
         fresh = self.folder / "index.new"
-        fresh.write_bytes(struct.pack("<8sQ", b"SPWINDEX", HEAD_BYTES + len(body)).ljust(HEAD_BYTES, b"\0") + body)
+        try:
+            with room_for(f"an index of {HEAD_BYTES + len(body):,} bytes"):
+                fresh.write_bytes(
+                    struct.pack("<8sQ", b"SPWINDEX", HEAD_BYTES + len(body)).ljust(HEAD_BYTES, b"\0") + body
+                )
+        except CapacityExceeded:
+            fresh.unlink(missing_ok=True)
+            raise
         fresh.replace(self.folder / "index")
 
     def _compact(self) -> None:
@@ -317,6 +366,21 @@ class SharedMemoryPlane(Plane):
             path.unlink(missing_ok=True)
         self._replace_log(None)
         self._open_log()
+
+
+@contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """CapacityExceeded where the kernel says that there is no room for what is written inside."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno not in FULL:
+            raise
+        raise CapacityExceeded(
+            f"{ROOT} has no room for {what} ({problem.strerror}); nothing was changed. It is probably full, or smaller "
+            "than the batches in flight. Fix: clear samples, set max_bytes, or give the container more shared memory "
+            "(--shm-size)."
+        ) from problem
 
 
 def _framed(record: Record) -> bytes:
