@@ -179,6 +179,14 @@ def test_for_trainer_masks_seams_samples_and_unmasked_positions() -> None:
     both = for_trainer(gated)([{"ids": [1, 2]}, {"ids": [3, 4]}])
     assert both["labels"].tolist() == [[1, 2], [IGNORE_INDEX, IGNORE_INDEX]]
 
+    def packed_and_gated(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        segments = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 0, 0]])
+        return {**ids_and_mask(rows), "segment_ids": segments, "sample_mask": torch.tensor([0.0, 1.0, 0.5])}
+
+    some = for_trainer(packed_and_gated)([{"ids": [1, 2, 3, 4, 0]}, {"ids": [5, 6, 7, 0, 0]}])
+    none = IGNORE_INDEX
+    assert some["labels"].tolist() == [[none, none, none, 4, none], [none, 6, 7, none, none]]
+
     def masked(rows: list[dict[str, Any]]) -> dict[str, Any]:
         return {"input_ids": torch.tensor([[1, 9]]), "target_ids": torch.tensor([[1, 2]])}
 

@@ -251,10 +251,21 @@ class TrainerCollator:
             segments = batch["segment_ids"]
             starts = torch.ones_like(segments, dtype=torch.bool)
             starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
-            return labels.masked_fill(starts, IGNORE_INDEX)
+            labels = labels.masked_fill(starts, IGNORE_INDEX)
         if "sample_mask" in batch:
-            labels = labels.masked_fill(batch["sample_mask"][:, None] <= 0, IGNORE_INDEX)
+            labels = labels.masked_fill(_of_left_out_documents(batch), IGNORE_INDEX)
         return labels
+
+
+def _of_left_out_documents(batch: Mapping[str, Any]) -> Tensor:
+    """Where a position's document has a ``sample_mask`` of 0: one entry per row, or per segment of packed rows."""
+    left_out = batch["sample_mask"] <= 0
+    if "segment_ids" not in batch:
+        return left_out[:, None]
+    segments = batch["segment_ids"].long()
+    per_row = segments.amax(1)
+    document = (per_row.cumsum(0) - per_row)[:, None] + segments - 1
+    return (segments > 0) & left_out[document.clamp(min=0)]
 
 
 def for_trainer(collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]]) -> TrainerCollator:

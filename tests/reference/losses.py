@@ -77,7 +77,7 @@ def projected_kl(
             continue
         if scope == "document":
             used = torch.tensor([int(c) >= 0 and bool(valid[b, int(c)]) for c in teacher_ids[b]])
-            shared = important(log_softmax(y[b][used]).amax(0), k)
+            shared = important(log_softmax(y[b][used] / temperature).amax(0), k)
         if matrix.is_sparse:
             q = torch.sparse.mm(matrix.t(), p[b].t()).t()[:, shared]
         else:

@@ -52,13 +52,15 @@ def test_a_shared_set_has_the_dense_value(temperature: float, reverse: bool) -> 
 
 
 @pytest.mark.parametrize("missing", ["tail_bucket", "renormalise"])
-def test_topk_approaches_the_dense_value(missing: str) -> None:
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+def test_topk_approaches_the_dense_value(missing: str, temperature: float) -> None:
     case = random_case(7, teachers=40)
-    dense = projected_kl(case.z, TeacherScores(logits=case.y), case.alignment, case.projection).total
+    options = {"temperature": temperature, "vocab_topk": 6, "missing": missing}
+    dense = projected_kl(case.z, TeacherScores(logits=case.y), case.alignment, case.projection, **options).total
     gaps = []
     for k in (2, 20, 40):
-        scores = TeacherScores(logits=case.y).topk(k)
-        parts = projected_kl(case.z, scores, case.alignment, case.projection, missing=missing)
+        scores = TeacherScores(logits=case.y).topk(k, temperature=temperature)
+        parts = projected_kl(case.z, scores, case.alignment, case.projection, **options)
         gaps.append(abs(float((parts.total - dense).detach())))
     assert gaps[0] > gaps[1] > gaps[2]
     assert gaps[2] < 1e-9

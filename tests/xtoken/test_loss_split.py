@@ -158,6 +158,25 @@ def test_dynamic_weights_and_selection_are_per_document() -> None:
     assert (chosen.argmax(0) == ce.argmax(0)).all()
 
 
+def test_a_teacher_without_a_score_gets_no_weight_at_any_alpha() -> None:
+    scores = [torch.tensor([-1.0, -torch.inf, -torch.inf]), torch.tensor([-2.0, -3.0, -torch.inf])]
+    for alpha in (0.0, -1.0, 2.0):
+        weights = torch.stack(dynamic_weights(scores, alpha=alpha))
+        torch.testing.assert_close(weights.sum(0), torch.ones(3))
+        assert weights[:, 1].tolist() == [0.0, 1.0]
+        assert weights[:, 2].tolist() == [0.5, 0.5]
+
+
+def test_a_weighted_plan_keeps_its_count_when_moved_and_cut() -> None:
+    plan = plan_chunks(random_case(3, batch=3).alignment)
+    assert 0 < float(plan.correct_only().count) < float(plan.count)
+    weighted = plan.of_document(torch.tensor([0.2, 0.0, 3.0]))
+    assert float(weighted.to("cpu").count) == float(plan.count)
+    assert weighted.to("meta").count.device.type == "meta"
+    assert float(weighted.correct_only().count) == float(plan.correct_only().count)
+    assert float(weighted.of_document(torch.ones(3) / 2).count) == float(plan.count)
+
+
 def test_weights_reach_the_total_and_not_the_count() -> None:
     case = random_case(3, batch=3)
     scores = TeacherScores(logits=case.y)

@@ -20,6 +20,26 @@ from spanwise.teachers.scores import Form, TeacherScores
 
 
 @dataclass(frozen=True)
+class SharedPick:
+    """What of the scores a loss will read that compares one set of tokens per document (projected KL).
+
+    A teacher far away picks the sets and sends their columns, with values identical to the dense form; one nearby may
+    ignore it.
+
+    Attributes:
+        rows: the positions that are read, counted through the batch (row · T + position).
+        owner: the document of each.
+        documents: D.
+        k: size of a set.
+    """
+
+    rows: Int[Tensor, " N"]
+    owner: Int[Tensor, " N"]
+    documents: int
+    k: int
+
+
+@dataclass(frozen=True)
 class ScoreRequest:
     """One batch to be scored.
 
@@ -32,6 +52,7 @@ class ScoreRequest:
         shared_ids: sorted ids per document; asks for these columns only.
         statistics: also fill observed log-probability, entropy and maximum probability.
         word_start: ids that start a word or end the text; asks for next_word_mass beside the statistics.
+        pick: what will be read of a dense answer, for a teacher that would rather not send all of it.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -42,6 +63,7 @@ class ScoreRequest:
     shared_ids: Int[Tensor, "D k"] | None = None
     statistics: bool = False
     word_start: Bool[Tensor, " V"] | None = None
+    pick: SharedPick | None = None
 
 
 @runtime_checkable
@@ -64,6 +86,15 @@ class Teacher(Protocol):
 
     def close(self) -> None:
         """Free what the teacher holds (a process, a connection, an open file). Closing twice is harmless."""
+        ...
+
+
+@runtime_checkable
+class AskedAhead(Protocol):
+    """A teacher that gains from hearing of a request before its scores are needed."""
+
+    def announce(self, request: ScoreRequest) -> None:
+        """``score`` will be called with this request, in the order of the announcements."""
         ...
 
 

@@ -67,7 +67,7 @@ class ChunkPlan:
         correct: both sides cover the same bytes.
         documents: D.
         lengths: (B, S, T), for checking the tensors a loss is given.
-        counted: the count, where it is not the summed weight (documents weighted by teacher).
+        counted: what each chunk counts, where it is not its weight (documents weighted by teacher).
     """
 
     student: Side
@@ -77,7 +77,7 @@ class ChunkPlan:
     correct: Bool[Tensor, " N"]
     documents: int
     lengths: tuple[int, int, int]
-    counted: Float32[Tensor, ""] | None = None
+    counted: Float32[Tensor, " N"] | None = None
 
     @property
     def chunks(self) -> int:
@@ -87,7 +87,7 @@ class ChunkPlan:
     @property
     def count(self) -> Float32[Tensor, ""]:
         """What the loss counts: the summed weight of the valid chunks."""
-        return self.weight.sum() if self.counted is None else self.counted
+        return (self.weight if self.counted is None else self.counted).sum()
 
     def to(self, device: torch.device | str) -> ChunkPlan:
         """The same plan on another device."""
@@ -96,7 +96,8 @@ class ChunkPlan:
             for side in (self.student, self.teacher)
         ]
         document, weight, correct = (x.to(device) for x in (self.document, self.weight, self.correct))
-        return ChunkPlan(sides[0], sides[1], document, weight, correct, self.documents, self.lengths)
+        counted = None if self.counted is None else self.counted.to(device)
+        return ChunkPlan(sides[0], sides[1], document, weight, correct, self.documents, self.lengths, counted)
 
     def correct_only(self) -> ChunkPlan:
         """The plan without the chunks that are not correct."""
@@ -112,11 +113,13 @@ class ChunkPlan:
             self.correct[kept],
             self.documents,
             self.lengths,
+            None if self.counted is None else self.counted[kept],
         )
 
     def of_document(self, weights: Float[Tensor, " D"]) -> ChunkPlan:
         """The same chunks and the same count, with every document's part of the total multiplied by ``weights``."""
-        return replace(self, weight=self.weight * weights.float()[self.document], counted=self.count)
+        counted = self.weight if self.counted is None else self.counted
+        return replace(self, weight=self.weight * weights.float()[self.document], counted=counted)
 
 
 @dataclass(frozen=True)

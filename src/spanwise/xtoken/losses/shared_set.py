@@ -1,8 +1,8 @@
 """S, the teacher tokens that P-KL compares: the ``k`` that are most important anywhere in the document.
 
-Importance is the largest log-probability over the teacher positions of the document's valid chunks; ties go to the
-lowest id. Picking S where the teacher runs and sending only its columns (:func:`share_scores`) cuts the payload by Vt/k
-with identical values. O(rows·Vt) time, O(tile·Vt) memory.
+Importance is the largest log-probability, at the loss's temperature, over the teacher positions of the document's
+valid chunks; ties go to the lowest id. Picking S where the teacher runs and sending only its columns
+(:func:`share_scores`) cuts the payload by Vt/k with identical values. O(rows·Vt) time, O(tile·Vt) memory.
 
 Shapes: B rows, T teacher length, N rows read, k size of S, D documents.
 """
@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from spanwise.teachers.scores import Missing, TeacherScores, safe_log_softmax
+from spanwise.teachers.teacher import SharedPick
 from spanwise.xtoken.losses.plan import ChunkPlan
 from spanwise.xtoken.losses.rows import tile_rows
 
@@ -50,19 +51,20 @@ def set_of_document(
     """S of one document, from its teacher rows; the one that shared-set scores came with, if they did."""
     if scores.shared_ids is not None:
         return scores.shared_ids[document].long()
-    importance: Tensor | None = None
+    if not len(rows):  # a document without a valid chunk
+        return torch.arange(k, device=rows.device)
+    importance = torch.full((width,), -torch.inf, device=rows.device)
     for piece in rows.split(tile_rows(width, rows.device)):
         if scores.logits is not None:
             length = scores.shape[1]
             picked = scores.logits[piece // length, piece % length][:, :width]
-            picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
+            # At the temperature, as truncated scores are: every form of a teacher picks the same S.
+            picked = picked.to(torch.promote_types(picked.dtype, torch.float32)).div_(temperature)
             total = picked.logsumexp(-1, keepdim=True)
             best = picked.sub_(total.masked_fill(total == -torch.inf, 0.0)).amax(0)
         else:
             best = scores.log_probabilities(piece, width, temperature, missing).amax(0)
-        importance = best if importance is None else torch.maximum(importance, best)
-    if importance is None:
-        return torch.arange(k, device=rows.device)
+        importance = torch.maximum(importance, best)
     return most_important(importance, k)
 
 
@@ -122,13 +124,25 @@ def share_scores(
         vocab_topk: size of S.
         temperature: the loss's.
     """
-    k = min(vocab_topk, teacher_vocab_size)
-    owner = plan.document[plan.teacher.chunk]
+    pick = pick_of_plan(plan, vocab_topk)
+    return share_picked(scores, pick, teacher_vocab_size=teacher_vocab_size, temperature=temperature)
+
+
+def pick_of_plan(plan: ChunkPlan, vocab_topk: int = 8192) -> SharedPick:
+    """What P-KL reads of a teacher, without what the student knows."""
+    return SharedPick(plan.teacher.rows, plan.document[plan.teacher.chunk], plan.documents, vocab_topk)
+
+
+def share_picked(
+    scores: TeacherScores, pick: SharedPick, *, teacher_vocab_size: int, temperature: float = 1.0
+) -> TeacherScores:
+    """:func:`share_scores` where the plan is elsewhere: a teacher's process knows the pick alone."""
+    k = min(pick.k, teacher_vocab_size)
     ids = [
-        set_of_document(scores, plan.teacher.rows[owner == document], document, teacher_vocab_size, k, temperature)
-        for document in range(plan.documents)
+        set_of_document(scores, pick.rows[pick.owner == document], document, teacher_vocab_size, k, temperature)
+        for document in range(pick.documents)
     ]
     stacked = torch.stack(ids) if ids else torch.zeros(0, k, dtype=torch.long, device=scores.device)
     position: Int[Tensor, "B T"] = torch.full(scores.shape, -1, dtype=torch.long, device=scores.device)
-    position.view(-1)[plan.teacher.rows] = owner
+    position.view(-1)[pick.rows] = pick.owner
     return scores.share(stacked, position, temperature=temperature)

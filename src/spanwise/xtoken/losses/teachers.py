@@ -76,9 +76,10 @@ def dynamic_weights(teacher_scores: Sequence[Float[Tensor, " D"]], *, alpha: flo
     [[0.5], [0.5]]
     """
     stacked = torch.stack(list(teacher_scores))
-    nobody = (stacked == -torch.inf).all(0)
-    weights = torch.softmax(torch.where(nobody, 0.0, alpha * stacked), 0)
-    return list(weights.unbind(0))
+    without = stacked == -torch.inf
+    # Multiplied first, -inf would be NaN at α = 0 and the best score at α < 0.
+    scaled = (alpha * stacked.masked_fill(without, 0.0)).masked_fill(without & ~without.all(0), -torch.inf)
+    return list(torch.softmax(scaled, 0).unbind(0))
 
 
 def select_teacher(teacher_scores: Sequence[Float[Tensor, " D"]]) -> list[Float[Tensor, " D"]]:
