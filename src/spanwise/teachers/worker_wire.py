@@ -79,8 +79,8 @@ def unpack_tensor(packed: dict[str, Any]) -> Tensor:
 
 
 def pack_request(request: ScoreRequest) -> dict[str, Any]:
-    """A request as a message."""
-    values = {field.name: getattr(request, field.name) for field in fields(ScoreRequest)}
+    """A request as a message; without its pick, which saves nothing where logits are shared in place."""
+    values = {field.name: getattr(request, field.name) for field in fields(ScoreRequest) if field.name != "pick"}
     tensors = {name: pack_tensor(value) for name, value in values.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     return {"op": "score", "plain": plain, "tensors": tensors}

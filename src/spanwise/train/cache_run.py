@@ -88,8 +88,9 @@ def to_be_cached(recipe: TaskRecipe) -> list[int]:
 
 def open_task(recipe: TaskRecipe) -> DistillTask:
     """Rows, collator and teachers as training has them, without a student."""
+    here = recipe.model_copy(update={"ray": recipe.ray.model_copy(update={"teachers": 0})})
     with tempfile.TemporaryDirectory() as staging:
-        return _task(recipe, Path(staging))
+        return _task(here, Path(staging))
 
 
 def _task(recipe: TaskRecipe, staging: Path) -> DistillTask:

@@ -6,7 +6,6 @@ every term counts from integers, the teachers score without gradients, the stude
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +135,8 @@ class TaskRecipe(Recipe):
             raise ValueError("nothing is trained on")
         if not self.teachers and not self.loss.ce_weight:
             raise ValueError("loss.ce_weight is 0 and there are no teachers; expected one of the two")
+        if self.ray.teachers and not any(is_streamed(section, self) for section in self.teachers):
+            raise ValueError("ray.teachers is set and no teacher is a model of its own; expected teachers.model")
         return self
 
 
@@ -159,7 +160,12 @@ def make_teacher_term(
 ) -> TeacherTerm:
     """Open a teacher and join it with its loss."""
     teacher_tokenizer = tokenizer if section.model == OWN_BASE else load_tokenizer(section.tokenizer or section.source)
-    teacher = open_teacher(section, student, teacher_tokenizer, temperature=scored_at(section, recipe))
+    if is_streamed(section, recipe):
+        from spanwise.train.streamed_teacher import StreamedTeacher, actor_namespace
+
+        teacher: Teacher = StreamedTeacher(index, recipe.ray.teachers, actor_namespace(recipe.output))
+    else:
+        teacher = open_teacher(section, student, teacher_tokenizer, temperature=scored_at(section, recipe))
     return make_term(
         index,
         section.loss,
@@ -169,6 +175,11 @@ def make_teacher_term(
         projection=section.projection,
         temperature=recipe.loss.temperature,
     )
+
+
+def is_streamed(section: TeacherSection, recipe: Recipe) -> bool:
+    """Whether a teacher has Ray actors of its own; a student's own base and what has a home already have none."""
+    return recipe.ray.teachers > 0 and section.model is not None and section.model != OWN_BASE
 
 
 def scored_at(section: TeacherSection, recipe: TaskRecipe) -> float:
@@ -253,15 +264,15 @@ class DistillTask:
         self.embedding_learning_rate = recipe.student.embedding_learning_rate
         self.collator = make_collator(recipe, tokenizer, terms)
         self.train_rows = make_rows(recipe, rows)
-        self._collated: Counter[str] = Counter()
         self._fused: tuple[Any] | None = None
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """Supervised tokens for ce; chunks or positions for each teacher."""
         from spanwise.xtoken.losses.plan import token_plan_of_batch
 
-        self._collated.update(batch.get("left_out") or {})
         counted = {"ce": token_plan_of_batch(batch).count}
+        for term in self.terms.values():
+            term.announce(batch)
         return counted | {name: term.count(batch) for name, term in self.terms.items()}
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, LossParts]:
@@ -326,8 +337,8 @@ class DistillTask:
         ).as_metrics()
 
     def left_out(self) -> dict[str, int]:
-        """Rows without text, and what the collator could not place."""
-        return dict(self.train_rows.left_out.reasons + self._collated)
+        """Rows without text."""
+        return dict(self.train_rows.left_out.reasons)
 
     def report_sections(self) -> list[ReportSection]:
         """How well each teacher's tokens meet the student's on the first rows."""

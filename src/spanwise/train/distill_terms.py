@@ -6,7 +6,7 @@ To offer another loss in recipes, add its name to ``LOSS_NAMES`` and a branch to
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spanwise.loss_parts import LossParts
 from spanwise.teachers.scores import Form, TeacherScores
-from spanwise.teachers.teacher import ScoreRequest, Teacher, request_from_batch
+from spanwise.teachers.teacher import AskedAhead, ScoreRequest, Teacher, request_from_batch
 from spanwise.train.recipe import Section
 
 LOSS_NAMES = ("prefix_kl", "projected_kl", "gold", "h_kl", "alm", "uld", "kl", "jsd")
@@ -123,7 +123,17 @@ class TeacherTerm:
         top_k = 64 if self.family.top_k is None and name == "prefix_kl" else self.family.top_k
         # Prefix KL also reads the observed token, which top-k may have left out.
         seen = name == "prefix_kl"
-        return request_from_batch(batch, self.prefix, temperature=self.temperature, top_k=top_k, statistics=seen)
+        asked = request_from_batch(batch, self.prefix, temperature=self.temperature, top_k=top_k, statistics=seen)
+        if name == "projected_kl" and top_k is None and isinstance(self.teacher, AskedAhead):
+            from spanwise.xtoken.losses.shared_set import pick_of_plan
+
+            return replace(asked, pick=pick_of_plan(self.plan(batch), self.family.vocab_topk))
+        return asked
+
+    def announce(self, batch: Mapping[str, Any]) -> None:
+        """Tell a teacher that gains from it what it will be asked for."""
+        if isinstance(self.teacher, AskedAhead):
+            self.teacher.announce(self.request(batch))
 
     def loss(self, logits: Tensor, scores: TeacherScores, batch: Mapping[str, Any], scale: float) -> LossParts:
         """The term's parts."""

@@ -28,14 +28,12 @@ from spanwise.teachers.cache_writer import CacheWriter, frame_of
 from spanwise.teachers.documents import documents_of, split_scores
 from spanwise.train.cache_run import ProgressLine, identity_of, open_task, requests_of, to_be_cached, word_starts_of
 from spanwise.train.distill import DistillTask, TaskRecipe
-from spanwise.train.ray_cluster import Cluster, joined_cluster, stand
+from spanwise.train.ray_cluster import Cluster, joined_cluster, stand, told_as_here
 
 # Micro-batches per block: what a killed actor costs at most, for each task it had.
 BATCHES = 4
 # Beyond so many, blocks share Ray's tasks; each task costs Ray some milliseconds and some memory.
 MOST_TASKS = 10_000
-# A mistake in the input, as opposed to something that happened to a worker.
-REFUSALS = (ValueError, FileNotFoundError, ModuleNotFoundError)
 
 
 def cache_on_ray(recipe: TaskRecipe, paths: Mapping[int, Path]) -> list[dict[str, Any]]:
@@ -205,17 +203,3 @@ def _opened(job: Mapping[str, Any]) -> Iterator[tuple[TaskRecipe, DistillTask]]:
 def _terms(recipe: TaskRecipe, task: DistillTask) -> dict[int, Any]:
     """The teachers to be cached, by place."""
     return {place: task.terms[f"kd/{place}"] for place in to_be_cached(recipe)}
-
-
-@contextlib.contextmanager
-def told_as_here() -> Iterator[None]:
-    """A mistake in the input that a worker found is raised as if it had been found here; Ray wraps it several times."""
-    try:
-        yield
-    except Exception as error:
-        inner: BaseException = error
-        while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:
-            inner = cause
-        if inner is not error and isinstance(inner, REFUSALS):
-            raise inner from None
-        raise

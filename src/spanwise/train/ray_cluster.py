@@ -16,6 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spanwise.dataplane import TransportDown
+
+# What a worker may find and no second try can mend: mistakes in the input, and the end of the run's queue.
+REFUSALS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, FileNotFoundError, ModuleNotFoundError, TransportDown)
+}
 OBJECT_STORE_BYTES = 256 << 20  # losses, metrics and the recipe are all that passes through it
 
 
@@ -35,15 +41,27 @@ class Cluster:
         """What a worker must know to stand where this process stands; see :func:`stand`."""
         return {"directory": str(Path.cwd()), "environment": self.environment}
 
-    def has_gpus(self, workers: int) -> bool:
-        """Whether every worker gets a GPU; a cluster with too few is refused, since Ray would wait for ever."""
+    def has_gpus(self, workers: int, teachers: int = 0) -> bool:
+        """Whether every worker and teacher gets a GPU; too few are refused, since Ray would wait for ever."""
         gpus = int(self.ray.cluster_resources().get("GPU", 0))
-        if 0 < gpus < workers:
+        if 0 < gpus < workers + teachers:
+            beside = f" beside {teachers} actors of teachers" if teachers else ""
             raise ValueError(
-                f"ray.workers is {workers} and the cluster has {gpus} GPUs; expected one per worker, or none at all. "
-                f"The recipe was probably written for a larger cluster. Fix: ray.workers={gpus}."
+                f"ray.workers is {workers}{beside} and the cluster has {gpus} GPUs; expected one for each, or none at "
+                f"all. The recipe was probably written for a larger cluster. "
+                f"Fix: {f'ray.workers={gpus - teachers}' if gpus > teachers else 'a cluster with more of them'}."
             )
         return gpus > 0
+
+    def check_cpus(self, workers: int, beside: int) -> None:
+        """Refuse a cluster with fewer CPUs than the workers and what runs beside them reserve, one each."""
+        cpus = int(self.ray.cluster_resources().get("CPU", 0))
+        if cpus < workers + beside:
+            raise ValueError(
+                f"ray.workers is {workers} and {beside} more processes run beside them (actors of teachers, their "
+                f"queue), and the cluster has {cpus} CPUs; expected one each, since Ray would wait for ever. Fix: "
+                "lower ray.workers or ray.teachers, or start Ray with more num_cpus."
+            )
 
 
 def stand(place: Mapping[str, Any]) -> None:
@@ -54,8 +72,13 @@ def stand(place: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def joined_cluster(workers: int, address: str | None) -> Iterator[Cluster]:
+def joined_cluster(workers: int, address: str | None, beside: int = 0) -> Iterator[Cluster]:
     """Join the cluster at ``address`` (default: RAY_ADDRESS, the one already joined, or a new one) and leave it after.
+
+    Args:
+        workers: each reserves one CPU.
+        address: of a running cluster.
+        beside: further processes that reserve one; a cluster started here has them beyond the machine's own.
 
     Raises:
         ValueError: nothing answers at the address; another cluster is joined; this machine has fewer CPUs than workers.
@@ -64,7 +87,7 @@ def joined_cluster(workers: int, address: str | None) -> Iterator[Cluster]:
     ray = _ray()
     if ray.is_initialized():
         _same_cluster(ray, address)
-        yield Cluster(ray, {})
+        yield _roomy(Cluster(ray, {}), workers, beside)
         return
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
@@ -77,13 +100,13 @@ def joined_cluster(workers: int, address: str | None) -> Iterator[Cluster]:
                 "here."
             ) from error
         try:
-            yield Cluster(ray, {})
+            yield _roomy(Cluster(ray, {}), workers, beside)
         finally:
             ray.shutdown()
         return
     folder = Path(tempfile.mkdtemp(prefix="sw", dir="/tmp"))  # mkdtemp: no one else's; short: see above
     try:
-        yield _started(ray, workers, folder)
+        yield _started(ray, workers, beside, folder)
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
@@ -108,7 +131,7 @@ def _same_cluster(ray: Any, address: str | None) -> None:
         )
 
 
-def _started(ray: Any, workers: int, folder: Path) -> Cluster:
+def _started(ray: Any, workers: int, beside: int, folder: Path) -> Cluster:
     """A cluster on this machine. Each worker reserves one CPU; one more logical CPU is left for Ray's own tasks."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers > cpus:
@@ -121,7 +144,7 @@ def _started(ray: Any, workers: int, folder: Path) -> Cluster:
     os.environ["HOME"] = str(folder)
     try:
         ray.init(
-            num_cpus=max(cpus, workers + 1),
+            num_cpus=max(cpus, workers + beside + 1),
             include_dashboard=False,
             # Without a dashboard one of Ray Train's actors warns every second that it cannot ask it.
             logging_config=ray.LoggingConfig(log_level="ERROR"),
@@ -136,5 +159,24 @@ def _started(ray: Any, workers: int, folder: Path) -> Cluster:
     return Cluster(ray, {} if home is None else {"HOME": home})
 
 
+def _roomy(cluster: Cluster, workers: int, beside: int) -> Cluster:
+    cluster.check_cpus(workers, beside)
+    return cluster
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def told_as_here() -> Iterator[None]:
+    """One of ``REFUSALS`` that a worker met is raised as if it had been met here; Ray wraps it several times."""
+    try:
+        yield
+    except Exception as error:
+        inner: BaseException = error
+        while (cause := getattr(inner, "cause", None) or inner.__cause__) is not None:
+            inner = cause
+        if inner is not error and isinstance(inner, tuple(REFUSALS.values())):
+            raise inner from None
+        raise

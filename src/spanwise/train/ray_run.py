@@ -19,7 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from spanwise.train.ray_cluster import Cluster, joined_cluster, stand
+from spanwise.dataplane import TransportDown
+from spanwise.train.ray_cluster import REFUSALS, Cluster, joined_cluster, stand
+from spanwise.train.ray_teacher import cpus_of, teacher_actors
 from spanwise.train.recipe import Recipe, parse_recipe
 from spanwise.train.run import checkpoint_to_continue, run_in_folder
 from spanwise.train.run_folder import STAGING, RunFolder
@@ -28,8 +30,6 @@ RETRIES = 3
 # Inside the folder's staging area, which the next run clears: what Ray writes, and what the workers say of themselves.
 STATE = "ray"
 REFUSAL = "refusal.json"
-# A mistake in the input, as opposed to something that happened to a worker.
-REFUSED = {kind.__name__: kind for kind in (ValueError, FileNotFoundError, ModuleNotFoundError)}
 
 
 def train_on_ray(recipe: Recipe, *, resume: bool = False) -> dict[str, Any]:
@@ -48,17 +48,34 @@ def train_on_ray(recipe: Recipe, *, resume: bool = False) -> dict[str, Any]:
         state = output / STAGING / STATE
         state.mkdir(parents=True)
         # Standard output carries the result alone; what Ray and the workers print is kept out of it to the end.
-        with contextlib.redirect_stdout(sys.stderr), joined_cluster(recipe.ray.workers, recipe.ray.address) as cluster:
+        with (
+            contextlib.redirect_stdout(sys.stderr),
+            joined_cluster(recipe.ray.workers, recipe.ray.address, cpus_of(recipe)) as cluster,
+        ):
             job = {
                 "recipe": recipe.model_dump(mode="json") | {"output": str(output)},
                 "place": cluster.place(),
             }
-            result = _fit(cluster, recipe.ray.workers, job, state)
+            result = _attempts(cluster, recipe, job, state)
         shutil.rmtree(output / STAGING)
     return result
 
 
-def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path) -> dict[str, Any]:
+def _attempts(cluster: Cluster, recipe: Recipe, job: dict[str, Any], state: Path) -> dict[str, Any]:
+    """Fit; where the queue of the teachers breaks, again with a new one, from the newest checkpoint."""
+    for attempt in range(RETRIES + 1):
+        try:
+            with teacher_actors(recipe, cluster, job["recipe"]["output"]):
+                return _fit(cluster, recipe.ray.workers, job, state, name=f"run-{attempt}")
+        except TransportDown as error:
+            if attempt == RETRIES:
+                raise
+            print(f"the teachers' queue broke ({error}); the run goes on with a new one", file=sys.stderr, flush=True)
+            (state / REFUSAL).unlink(missing_ok=True)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path, name: str) -> dict[str, Any]:
     # As Any: the annotations of ray.train name the classes of both its versions.
     ray_train: Any = importlib.import_module("ray.train")
     torch_trainer: Any = importlib.import_module("ray.train.torch").TorchTrainer
@@ -67,7 +84,7 @@ def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path) -> di
         train_loop_config=job,
         scaling_config=ray_train.ScalingConfig(num_workers=workers, use_gpu=cluster.has_gpus(workers)),
         run_config=ray_train.RunConfig(
-            name="run",
+            name=name,
             storage_path=str(state),
             failure_config=ray_train.FailureConfig(max_failures=RETRIES),
         ),
@@ -101,8 +118,8 @@ def work(job: dict[str, Any]) -> dict[str, Any] | None:
     try:
         recipe = parse_recipe(job["recipe"])
         return run_in_folder(recipe, folder, resume=True, callbacks=[RayReport()])
-    except tuple(REFUSED.values()) as error:
-        kind = next(name for name, kind in REFUSED.items() if isinstance(error, kind))
+    except tuple(REFUSALS.values()) as error:
+        kind = next(name for name, kind in REFUSALS.items() if isinstance(error, kind))
         _write(state / REFUSAL, {"kind": kind, "message": str(error)})
         raise
 
@@ -116,7 +133,7 @@ def _raise_refusal(state: Path) -> None:
     file = state / REFUSAL
     if file.is_file():
         refusal = json.loads(file.read_text())
-        raise REFUSED[refusal["kind"]](refusal["message"])
+        raise REFUSALS[refusal["kind"]](refusal["message"])
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

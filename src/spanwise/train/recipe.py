@@ -7,7 +7,6 @@ task decides which class reads the file; each task adds its own sections to :cla
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -17,23 +16,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from spanwise.train.nearest import did_you_mean
+from spanwise.train.train_section import wrong_arguments
 
 # Where each task's recipe class and builder live; imported when a recipe asks for them.
 TASK_MODULES = {"distill": "spanwise.train.distill", "vlm": "spanwise.train.vlm", "mlm": "spanwise.train.mlm"}
-# What the recipe says elsewhere, or what the trainer itself must decide.
-RESERVED_ARGUMENTS = {
-    "output_dir": "output",
-    "seed": "seed",
-    "data_seed": "seed",
-    "remove_unused_columns": None,
-    "label_names": None,
-    "resume_from_checkpoint": "the flag --resume",
-    "local_rank": None,
-    "do_train": None,
-    "do_eval": None,
-    "do_predict": None,
-}
 
 
 class RecipeError(ValueError):
@@ -102,7 +91,16 @@ class RaySection(Section):
     """How many Ray workers run the job, and where."""
 
     workers: int = Field(0, ge=0, description="0 runs in this process.")
+    teachers: int = Field(
+        0, ge=0, description="Actors for each teacher that is a model; 0: every worker holds the teachers itself."
+    )
     address: str | None = Field(None, description="Address of a running cluster; default: a local one is started.")
+
+    @model_validator(mode="after")
+    def _teachers_need_workers(self) -> RaySection:
+        if self.teachers and not self.workers:
+            raise ValueError(f"teachers is {self.teachers} and workers 0; expected workers of at least 1")
+        return self
 
 
 class Recipe(Section):
@@ -120,21 +118,16 @@ class Recipe(Section):
     @field_validator("train")
     @classmethod
     def _names_are_training_arguments(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        import dataclasses
-
-        from transformers import TrainingArguments
-
-        known = {field.name for field in dataclasses.fields(TrainingArguments)}
-        wrong = []
-        for name in arguments:
-            if name in RESERVED_ARGUMENTS:
-                instead = RESERVED_ARGUMENTS[name]
-                wrong.append(f"'{name}' is set by {instead or 'the trainer itself'}; take it out")
-            elif name not in known:
-                wrong.append(f"'{name}' is not one of TrainingArguments{_nearest(name, known)}")
+        wrong = wrong_arguments(arguments)
         if wrong:
-            raise ValueError("; ".join(wrong))
+            raise ValueError("\n".join(wrong))
         return arguments
+
+    @model_validator(mode="after")
+    def _actors_have_a_teacher(self) -> Recipe:
+        if self.ray.teachers and self.task != "distill":
+            raise ValueError(f"ray.teachers is set and the task '{self.task}' has no teachers; take it out")
+        return self
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -145,11 +138,20 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """
     file = Path(path)
     if not file.is_file():
+        what = "is a folder" if file.is_dir() else "is not there"
         raise FileNotFoundError(
-            f"there is no recipe '{file}'; expected a YAML file. The path is probably misspelt. "
-            "Fix: spanwise recipes list shows the ones that come with Spanwise."
+            f"the recipe '{file}' {what}; expected a YAML file. The path is probably misspelt, or a name from the "
+            "list was given. Fix: spanwise recipes list names the ones that come with Spanwise, and spanwise recipes "
+            "show NAME > my.yaml copies one."
         )
-    return parse_recipe(read_yaml(file.read_text(encoding="utf-8"), name=str(file)), overrides, name=str(file))
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"'{file}' holds bytes that are no UTF-8 (byte {error.start}); expected a YAML recipe. It is probably "
+            "another kind of file. Fix: name the recipe."
+        ) from None
+    return parse_recipe(read_yaml(text, name=str(file)), overrides, name=str(file))
 
 
 def parse_recipe(content: Mapping[str, Any], overrides: Iterable[str] = (), *, name: str = "recipe") -> Recipe:
@@ -169,7 +171,7 @@ def recipe_class(task: object, *, name: str = "recipe") -> type[Recipe]:
     if not isinstance(task, str) or task not in TASK_MODULES:
         raise RecipeError(
             f"{name}: task is {task!r}; expected one of {', '.join(TASK_MODULES)}"
-            f"{_nearest(str(task), TASK_MODULES) if task else ''}. The key was probably left out or misspelt. "
+            f"{did_you_mean(task, TASK_MODULES) or '.'} The key was probably left out or misspelt. "
             "Fix: begin the file with 'task: distill'."
         )
     module: Any = importlib.import_module(TASK_MODULES[task])
@@ -280,11 +282,6 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
 def _explain(error: ValidationError, kind: type[Recipe], name: str) -> str:
     lines = []
     places = [_where(entry["loc"]) for entry in error.errors()]
@@ -293,16 +290,24 @@ def _explain(error: ValidationError, kind: type[Recipe], name: str) -> str:
             continue  # the other branch of "a name or a section" says what is wrong
         if entry["type"] == "extra_forbidden":
             known = _keys_at(kind, entry["loc"][:-1])
-            nearest = _nearest(str(entry["loc"][-1]), known) or f"; expected one of {', '.join(sorted(known))}"
+            nearest = did_you_mean(str(entry["loc"][-1]), known) or f"; expected one of {', '.join(sorted(known))}"
             lines.append(f"{where}: unknown key{nearest}")
         elif entry["type"] == "missing":
             lines.append(f"{where}: missing")
+        elif where == "train" and entry["type"] == "value_error":  # one line each, which names its own value
+            lines += [f"train: {line}" for line in str(entry["ctx"]["error"]).splitlines()]
+        elif entry["type"] == "literal_error":
+            nearest = did_you_mean(entry["input"], re.findall(r"'([^']+)'", entry["ctx"]["expected"]))
+            lines.append(f"{where} is {entry['input']!r}; expected one of {entry['ctx']['expected']}{nearest}")
         else:
             given = repr(entry["input"])
             shown = given if len(given) <= 60 else f"{given[:57]}…"
             lines.append(f"{where}: {entry['msg'].removeprefix('Value error, ')} (given: {shown})")
     several = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"
-    return f"{name} has {several}:\n" + "\n".join(f"  {line}" for line in dict.fromkeys(lines))
+    listed = "\n".join(f"  {line}" for line in dict.fromkeys(lines))
+    schema = f"spanwise recipes schema {kind.model_fields['task'].default}"
+    fix = f"Something was probably mistyped or left out. Fix: correct it there; {schema} prints every key."
+    return f"{name} has {several}:\n{listed}\n{fix}"
 
 
 def _where(location: tuple[int | str, ...]) -> str:
