@@ -82,7 +82,7 @@ def evaluate(
         masked = evaluate_masked(
             model,
             data=data,
-            columns=dict(pair.split("=", 1) for pair in columns or []),
+            columns=column_names(columns or []),
             tokenizer_source=tokenizer,
             documents=documents,
             batch_size=batch_size,
@@ -92,7 +92,7 @@ def evaluate(
     result = evaluate_model(
         model,
         data=data,
-        columns=dict(pair.split("=", 1) for pair in columns or []),
+        columns=column_names(columns or []),
         tokenizer_source=tokenizer,
         teacher_source=teacher,
         window_bytes=window_bytes,
@@ -348,6 +348,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         show({entry["name"]: ("ok  " if entry["ok"] else "–   ") + entry["detail"] for entry in found}, as_json)
 
 
+def column_names(pairs: list[str]) -> dict[str, str]:
+    """``--column text=content`` as {our name: the data's name}."""
+    for pair in pairs:
+        ours, equals, theirs = pair.partition("=")
+        if not (ours and equals and theirs):
+            raise ValueError(
+                f"--column was given '{pair}'; expected our name, =, and the column's name in the data. One of the two "
+                f"was probably left out. Fix: --column text={theirs or ours}"
+            )
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
 def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> None:
     """A verb's result: one object under ``--json``, else a table of names and values."""
     if as_json:
@@ -364,22 +376,36 @@ def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> N
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
+def explain_usage(error: Any) -> str:
+    """What click says about words that do not fit, and what to type instead."""
+    said: str = error.format_message()
+    context = getattr(error, "ctx", None)
+    if not said or context is None:
+        return said
+    # Other trainers take --learning_rate=…; here every value of a recipe is an argument without dashes.
+    takes_values = any(parameter.name == "overrides" for parameter in context.command.params)
+    values = ", and values of the recipe are set as train.max_steps=100" if takes_values else ""
+    ended = said if said.endswith((".", "?")) else f"{said}."
+    return f"{ended} Fix: {context.command_path} --help shows what it takes{values}."
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     words = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in words
     try:
         # Under --json a library's stray print must not reach the one object on standard output.
-        code = app(words, standalone_mode=False)
+        code = app(words, standalone_mode=False, prog_name="spanwise")
     except typer.Exit as leave:
         code = leave.exit_code
     except Exception as error:
         code = 2 if isinstance(error, INPUT_ERRORS) or hasattr(error, "exit_code") else 1
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        message = explain_usage(error) if hasattr(error, "format_message") else str(error)
         named = f"{type(error).__name__}: {message}"
         if as_json:
             print_json({"error": named})
-        sys.stderr.write(f"{named}\n")
+        if message:  # without any argument the help was printed, which says it all
+            sys.stderr.write(f"{named}\n")
     except KeyboardInterrupt:
         code = 130
     with contextlib.suppress(BrokenPipeError):

@@ -33,6 +33,7 @@ def cache_dir() -> Path:
 
 
 BUILTIN_SMOLLM2 = "builtin:smollm2"
+LONGEST_REASON = 300  # transformers can name every class it has in one line
 
 
 def smollm2_gguf() -> Path:
@@ -88,14 +89,34 @@ def load_model(
     path = _local_path(source)
     if path.suffix == ".gguf":
         source = _converted_gguf(path, with_model=True)
+    model: PreTrainedModel = load_auto(AutoModelForCausalLM, "causal language model", source, dtype=dtype, **options)
+    return model
+
+
+def load_auto(loader: Any, kind: str, source: str | os.PathLike[str], **options: Any) -> Any:
+    """What one of transformers' Auto classes makes of a hub name or a folder; what fails says so in our words.
+
+    Args:
+        loader: an Auto class.
+        kind: what it loads, as an error calls it.
+        source: hub name or folder.
+        options: passed on to ``from_pretrained``.
+    """
     try:
-        return AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **options)
+        return loader.from_pretrained(str(source), **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(_nothing_to_load("causal language model", source, error)) from error
+        raise ValueError(_nothing_to_load(kind, source, error)) from error
 
 
 def _local_path(source: str | os.PathLike[str]) -> Path:
-    return smollm2_gguf() if source == BUILTIN_SMOLLM2 else Path(source)
+    if source == BUILTIN_SMOLLM2:
+        return smollm2_gguf()
+    if str(source).startswith("builtin:"):
+        raise ValueError(
+            f"there is no built-in model '{source}'; expected {BUILTIN_SMOLLM2}, the only one. The name is probably "
+            f"misspelt, or that of a corpus. Fix: {BUILTIN_SMOLLM2}, or a hub name, a folder or a .gguf file."
+        )
+    return Path(source)
 
 
 def _auto_tokenizer(source: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
@@ -122,10 +143,11 @@ def _tokenizer_from_json(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _nothing_to_load(kind: str, source: str | os.PathLike[str], error: Exception) -> str:
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:LONGEST_REASON]
+    forms = {"tokenizer": ", a tokenizer.json or a .gguf file", "causal language model": " or a .gguf file"}
     return (
         f"no {kind} could be loaded from '{source}' ({type(error).__name__}: {first_line}); expected a hub name, a "
-        f"folder made by save_pretrained, {'a tokenizer.json ' if kind == 'tokenizer' else ''}or a .gguf file. The "
+        f"folder made by save_pretrained{forms.get(kind, '')}. The "
         "path is probably misspelt, or the hub cannot be reached from here. Fix: check that the path exists, or "
         "download the files and give their folder."
     )

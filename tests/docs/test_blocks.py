@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import typer.main
-import yaml
 
 from spanwise.cli import app
-from spanwise.train.recipe import parse_recipe
+from spanwise.train.recipe import parse_recipe, read_yaml
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,7 +61,7 @@ def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda b: b.page)
 def test_recipes_are_valid(block: Block) -> None:
-    assert parse_recipe(yaml.safe_load(block.text)).output
+    assert parse_recipe(read_yaml(block.text, name=block.page)).output
 
 
 def commands() -> list[tuple[str, str]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -148,6 +150,25 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, teacher):
     assert continued == whole
 
 
+def test_a_killed_data_worker_ends_the_run_with_what_to_do_and_resume_goes_on(tmp_path, teacher):
+    whole = losses(with_dropout(tmp_path / "whole", teacher))
+    content = with_dropout(tmp_path / "killed", teacher, steps=14)
+    content["train"] |= {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2}
+    folder = Path(content["output"])
+    folder.parent.mkdir(parents=True)
+    process = start(content, tmp_path / "killed.yaml")
+    wait_for_step(folder, 5, process)
+    process.send_signal(signal.SIGSTOP)  # so that it cannot reach its end before its child is killed
+    (reader,) = psutil.Process(process.pid).children()
+    reader.kill()
+    process.send_signal(signal.SIGCONT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "DeadDataWorkerError: a process that read data for this run was killed" in said, said[-3000:]
+    assert "Fix: go on with --resume" in said
+    assert losses(content, resume=True) == whole
+
+
 def test_sigterm_saves_and_exits_143(tmp_path, teacher):
     content = with_dropout(tmp_path, teacher, steps=4000)
     content["train"]["save_steps"] = 4000
@@ -203,6 +224,23 @@ def test_a_streamed_corpus_trains_and_groups_are_possible(tmp_path, teacher):
     assert all(math.isfinite(loss) for loss in losses(streamed))
     grouped = runs.recipe(tmp_path / "grouped", teacher, train_sampling_strategy="group_by_length")
     assert all(math.isfinite(loss) for loss in losses(grouped))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_stream_leaves_out_is_counted_once_also_after_a_resume(tmp_path, teacher, workers):
+    path = tmp_path / "rows.jsonl"
+    texts = ["", *(f"row number {i} of eight" for i in range(4)), " ", "", *(f"and number {i}" for i in range(4)), ""]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    content = runs.recipe(tmp_path, teacher, max_steps=2, save_strategy="steps", save_steps=1)
+    content["data"] |= {"train": str(path), "stream": True, "shuffle_buffer": 3}
+    content["train"]["dataloader_num_workers"] = workers
+    result = train(parse_recipe(content))
+    assert result["left_out"] == {"rows without text": 4}
+    assert "rows without text" in Path(result["report"]).read_text()
+    shutil.rmtree(checkpoints(Path(result["output"]))[-1])
+    again = train(parse_recipe(content), resume=True)
+    assert again["left_out"] == {"rows without text": 4}
+    assert again["loss_per_step"] == result["loss_per_step"]
 
 
 def test_several_teachers_of_several_families(tmp_path, teacher):

@@ -64,10 +64,18 @@ def write_page(
 ) -> Path:
     """Write the page to ``path``, complete or not at all; returns the path. Arguments as :func:`render_page`."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     text = render_page(title=title, body=body, subtitle=subtitle, style=style, script=script)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as staging:
-        staging.write(text)
+    if target.is_dir():
+        raise ValueError(f"'{target}' is a folder; expected the name of a page. Fix: {target / 'page.html'}.")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, delete=False) as staging:
+            staging.write(text)
+    except OSError as error:
+        raise ValueError(
+            f"the page '{target}' cannot be written ({error.strerror}); expected a folder that this user may write to. "
+            "The path is probably misspelt. Fix: name another path."
+        ) from error
     Path(staging.name).chmod(0o644)
     Path(staging.name).replace(target)
     return target

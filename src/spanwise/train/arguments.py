@@ -24,6 +24,12 @@ def training_arguments(recipe: Recipe, folder: Path, *, has_evaluation: bool, be
             f"train.eval_strategy is '{given['eval_strategy']}' and data.eval is not given; expected held-out text to "
             "measure on. Fix: set data.eval, or train.eval_strategy=no."
         )
+    if recipe.data.stream and given.get("max_steps", -1) < 1:
+        raise RecipeError(
+            "data.stream is true and train.max_steps is not given; expected the number of steps, since a stream does "
+            "not say how long it is. Fix: set train.max_steps, or data.stream=false to count epochs."
+        )
+    _check_trackers(given.get("report_to"))
     every = given.get("save_steps", given.get("eval_steps", 500))
     defaults: dict[str, Any] = {
         "eval_strategy": "steps" if evaluates else "no",
@@ -56,3 +62,24 @@ def training_arguments(recipe: Recipe, folder: Path, *, has_evaluation: bool, be
             f"train: {error} (from transformers.TrainingArguments). A value probably does not fit this machine or "
             "another value. Fix: change the value it names."
         ) from error
+
+
+def _check_trackers(given: Any) -> None:
+    """Refuse a tracker whose package is not there, in our words and before models are loaded."""
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    wanted = [given] if isinstance(given, str) else list(given or [])
+    here = get_available_reporting_integrations()
+    for name in wanted:
+        if name in ("none", "all") or name in here:
+            continue
+        known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+        remedy = f"pip install {name}" if name in INTEGRATION_TO_CALLBACK else "take one of these"
+        raise RecipeError(
+            f"train.report_to is '{name}', which is not installed here; expected none or one of {known} with its "
+            "package. The recipe was probably written on another machine. Fix: "
+            f"{remedy}, or train.report_to=none (log.jsonl and report.html are always written)."
+        )

@@ -7,10 +7,9 @@ windows of bytes, at characters; held-out text is always whole documents.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,24 +18,17 @@ import numpy as np
 import torch
 
 from spanwise.train.builtin import builtin_documents
+from spanwise.train.left_out import BLANK_WINDOWS, ROWS_WITHOUT_TEXT, LeftOut, carried
+from spanwise.xtoken import rows as kinds
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+    from spanwise.train.recipe import Data
+
 logger = logging.getLogger(__name__)
 
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text", ".md": "text"}
-ROW_KINDS = ("messages", "message_log", "conversation", "prompt", "input_ids", "text")
-
-
-@dataclass
-class LeftOut:
-    """What was not trained on, by reason."""
-
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{count} {reason}" for reason, count in sorted(self.reasons.items())) or "nothing"
 
 
 def open_corpus(source: str | Sequence[str], *, stream: bool = False) -> Dataset | IterableDataset:
@@ -59,11 +51,16 @@ def open_corpus(source: str | Sequence[str], *, stream: bool = False) -> Dataset
         )
     joined = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
     if isinstance(joined, Dataset) and len(joined) == 0:
-        raise ValueError(
-            f"{', '.join(sources)} holds no rows; expected at least one. The file is probably empty. "
-            "Fix: check that the corpus was written completely."
-        )
+        raise no_rows(", ".join(sources))
     return joined
+
+
+def no_rows(source: str) -> ValueError:
+    """The error of a corpus without rows."""
+    return ValueError(
+        f"{source} holds no rows; expected at least one. The file is probably empty. Fix: check that the corpus was "
+        "written completely."
+    )
 
 
 def _open_one(source: str, *, stream: bool) -> Any:
@@ -112,12 +109,36 @@ def _load(reader: str, files: list[str], stream: bool) -> Any:
     try:
         return load_dataset(reader, data_files={"train": files}, split="train", streaming=stream, **options)
     except Exception as error:  # readers raise many kinds for one cause: a file that is not what its name says
-        cause = error.__cause__ or error
-        raise ValueError(
-            f"{files[0]} could not be read as {reader} ({type(cause).__name__}: {str(cause).splitlines()[0]}); "
-            "expected a complete file of that kind with the same columns in every row. It is probably truncated or "
-            "malformed. Fix: check the line it names."
-        ) from error
+        if not any(Path(file).stat().st_size for file in files):
+            raise no_rows(", ".join(files)) from error
+        raise unreadable(files[0], reader, error) from error
+
+
+def unreadable(file: str, reader: str, error: Exception) -> ValueError:
+    """The error of a file that is not what its name says."""
+    cause = error.__cause__ or error
+    first_line = (str(cause).strip() or "no reason given").splitlines()[0]
+    # The reader counts blocks of a file, so the line is looked for here where that is cheap.
+    line = _first_broken_line(Path(file)) if reader == "json" else None
+    where = f"line {line} is no JSON object" if line else f"{type(cause).__name__}: {first_line}"
+    return ValueError(
+        f"{file} could not be read as {reader} ({where}); expected a complete file of that kind with the same columns "
+        f"in every row. It is probably cut off or malformed. Fix: {'correct that line' if line else 'write it again'}."
+    )
+
+
+def _first_broken_line(file: Path) -> int | None:
+    """The number of the first line of JSON lines that is no object; None where each is one."""
+    if file.suffix != ".jsonl":
+        return None
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return number
+            except ValueError:
+                return number
+    return None
 
 
 def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str], place: int) -> dict[str, Any]:
@@ -132,15 +153,43 @@ def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str], place: in
     return {taken.get(name, name): value for name, value in row.items()}
 
 
-def row_kind(row: Mapping[str, Any], place: int) -> str:
-    """Which kind of row this is: the first of ROW_KINDS that it has."""
-    for kind in ROW_KINDS:
-        if row.get(kind) is not None:
-            return kind
-    raise ValueError(
-        f"row {place} has the columns {', '.join(row) or 'none'}; expected one of {', '.join(ROW_KINDS)}. The text is "
-        "probably under another name. Fix: say so in the recipe, as in data.columns.text=content."
-    )
+def row_kind(row: Mapping[str, Any], place: int) -> str | None:
+    """Which kind of row this is; None for one that has a kind's columns and nothing in them."""
+    kind = kinds.row_kind(row)
+    if kind is not None:
+        check_kind(row[kind], kind, place)
+    elif not any(row.keys() >= set(columns) for columns in kinds.ROW_KINDS.values()):
+        raise ValueError(
+            f"row {place} has the columns {', '.join(row) or 'none'}; expected one of {kinds.KINDS_IN_WORDS}. The text "
+            "is probably under another name. Fix: say so in the recipe, as in data.columns.text=content."
+        )
+    return kind
+
+
+def of_one_kind(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the columns of the kinds it is not, so that what follows reads the kind that was indexed."""
+    own = kinds.ROW_KINDS[kinds.row_kind(row) or "text"]
+    others = {column for columns in kinds.ROW_KINDS.values() for column in columns if column not in own}
+    return {name: value for name, value in row.items() if name not in others}
+
+
+def check_kind(value: Any, kind: str, place: int) -> None:
+    """Refuse a column that holds something else than its name says."""
+    if kind == "text" and not isinstance(value, str):
+        raise ValueError(
+            f"row {place} has {value!r:.60} under text; expected a string. Another column was probably meant, or a "
+            "number was written without quotes. Fix: data.columns.text=NAME names the column that holds the text."
+        )
+    if kind == "messages":
+        turns = value if isinstance(value, list) else [value]
+        wrong = next((turn for turn in turns if not isinstance(turn, dict) or turn.get("role") is None), None)
+        if wrong is not None:
+            keys = ", ".join(wrong) if isinstance(wrong, dict) else f"{wrong!r:.60}"
+            raise ValueError(
+                f"row {place} has a turn under messages with {keys}; expected a list of turns with role and content. "
+                "The chat was probably written in another form (from and value, say), or as JSON text. Fix: rename the "
+                "keys of each turn to role and content."
+            )
 
 
 def window_ends(encoded: bytes, window_bytes: int) -> list[int]:
@@ -195,7 +244,7 @@ class IndexedRows(torch.utils.data.Dataset[dict[str, Any]]):
             row = rename_columns(self.corpus[place], self.columns, place)
             kind = row_kind(row, place)
             if is_empty(row, kind):
-                self.left_out.reasons["rows without text"] += 1
+                self.left_out.reasons[ROWS_WITHOUT_TEXT] += 1
             elif kind == "text" and self.window_bytes:
                 encoded = row["text"].encode("utf-8", errors="surrogatepass")
                 ends = window_ends(encoded, self.window_bytes)
@@ -203,7 +252,7 @@ class IndexedRows(torch.utils.data.Dataset[dict[str, Any]]):
                 kept = [(place, start, end) for start, end in spans if encoded[start:end].strip()]
                 entries.extend(kept)
                 if len(kept) < len(spans):
-                    self.left_out.reasons["windows of white space"] += len(spans) - len(kept)
+                    self.left_out.reasons[BLANK_WINDOWS] += len(spans) - len(kept)
             else:
                 entries.append((place, 0, -1))
         if self.left_out.reasons:
@@ -215,7 +264,7 @@ class IndexedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         document, start, end = (int(part) for part in self._index[index])
-        row = rename_columns(self.corpus[document], self.columns, document)
+        row = of_one_kind(rename_columns(self.corpus[document], self.columns, document))
         if end >= 0:
             encoded = row["text"].encode("utf-8", errors="surrogatepass")
             row["text"] = encoded[start:end].decode("utf-8", errors="surrogatepass")
@@ -227,7 +276,11 @@ class IndexedRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class StreamedRows(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """The same rows from a stream, shuffled within a buffer; ``set_epoch`` reshuffles."""
+    """The same rows from a stream, shuffled within a buffer; ``set_epoch`` reshuffles.
+
+    Attributes:
+        left_out: nothing; what a stream leaves out is known when it is read, and its rows carry it.
+    """
 
     def __init__(
         self,
@@ -248,29 +301,44 @@ class StreamedRows(torch.utils.data.IterableDataset[dict[str, Any]]):
         self.corpus.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.left_out.reasons.clear()
-        place = 0
-        for document, raw in enumerate(self.corpus):
+        for place, row in enumerate(carried(self._rows_and_reasons())):
+            yield {"idx": place, "loss_multiplier": 1.0} | row
+
+    def _rows_and_reasons(self) -> Iterator[dict[str, Any] | str]:
+        """Every row, or the reason why it is left out."""
+        for document, raw in enumerate(readable(self.corpus)):
             row = rename_columns(raw, self.columns, document)
             kind = row_kind(row, document)
             if is_empty(row, kind):
-                self.left_out.reasons["rows without text"] += 1
-                continue
-            texts: Iterable[str | None] = [None]
-            if kind == "text" and self.window_bytes:
-                texts = (window for window in text_windows(row["text"], self.window_bytes) if window.strip())
-            for text in texts:
-                windowed = row if text is None else row | {"text": text}
-                yield {"idx": place, "loss_multiplier": 1.0} | windowed
-                place += 1
+                yield ROWS_WITHOUT_TEXT
+            elif kind == "text" and self.window_bytes:
+                for window in text_windows(row["text"], self.window_bytes):
+                    yield of_one_kind(row) | {"text": window} if window.strip() else BLANK_WINDOWS
+            else:
+                yield of_one_kind(row)
 
 
-def is_empty(row: Mapping[str, Any], kind: str) -> bool:
+def readable(corpus: Iterable[Any]) -> Iterator[Any]:
+    """The rows of a stream, whose files are only read now; what breaks is said as where a whole file is read."""
+    from datasets.exceptions import DatasetGenerationError
+    from pyarrow import ArrowException
+
+    try:
+        yield from corpus
+    except (ArrowException, DatasetGenerationError) as error:
+        raise ValueError(
+            f"the corpus could not be read on ({type(error).__name__}: {str(error).splitlines()[0]}); expected "
+            "complete files with the same columns in every row. One is probably cut off or malformed. Fix: read it "
+            "once without data.stream, which names the line."
+        ) from error
+
+
+def is_empty(row: Mapping[str, Any], kind: str | None) -> bool:
     """True where a row holds nothing that could be trained on."""
-    content = row["completion"] if kind == "prompt" and "completion" in row else row[kind]
-    if isinstance(content, str):
-        return not content.strip()
-    return len(content) == 0
+    if kind is None:
+        return True
+    content = row[kinds.ROW_KINDS[kind][-1]]  # of a prompt, its completion
+    return not (content.strip() if isinstance(content, str) else len(content))
 
 
 def row_length(row: Mapping[str, Any]) -> int:
@@ -286,13 +354,15 @@ def row_length(row: Mapping[str, Any]) -> int:
 def documents(source: str | Sequence[str], *, columns: Mapping[str, str], most: int | None = None) -> Iterator[str]:
     """Whole held-out documents as text, one at a time. Turns of a chat are joined by blank lines."""
     corpus: Iterable[Any] = open_corpus(source, stream=True)
-    for place, raw in enumerate(corpus):
+    for place, raw in enumerate(readable(corpus)):
         if most is not None and place >= most:
             return
         row = rename_columns(raw, columns, place)
         kind = row_kind(row, place)
+        if kind is None:
+            continue
         if kind == "prompt":
-            yield str(row["prompt"]) + str(row.get("completion") or "")
+            yield str(row["prompt"]) + str(row["completion"])
         elif kind == "text":
             yield row["text"]
         elif kind == "message_log":
@@ -304,3 +374,19 @@ def documents(source: str | Sequence[str], *, columns: Mapping[str, str], most: 
                 f"held-out row {place} is of the kind '{kind}'; expected text, prompt/completion or messages. Bits per "
                 "byte are measured on text. Fix: name a held-out file with a text column in data.eval."
             )
+
+
+def check_held_out(section: Data) -> None:
+    """Refuse held-out text that cannot be measured, before hours of training instead of after them."""
+    if section.eval is None:
+        return
+    sources = [section.eval] if isinstance(section.eval, str) else section.eval
+    try:
+        if any(text.strip() for text in documents(section.eval, columns=section.columns)):
+            return
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"data.eval: {error}") from error
+    raise ValueError(
+        f"data.eval ({', '.join(sources)}) holds no text; expected at least one document to measure on. It is probably "
+        "empty, or its text stands under another name. Fix: check the file, or set data.columns."
+    )

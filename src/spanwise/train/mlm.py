@@ -7,7 +7,6 @@ mask token.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from spanwise.mlm.generate import has_token
 from spanwise.mlm.sudoku import SUDOKU, puzzle_rows, split_grids, sudoku_puzzles, sudoku_tokenizer
 from spanwise.train import data as corpus
 from spanwise.train.mlm_evaluation import measure_prompts, measure_texts
+from spanwise.train.model_config import model_config
 from spanwise.train.recipe import Recipe, Section
 from spanwise.train.student import DTYPES, corpus_texts, student_tokenizer
 from spanwise.train.task import ReportSection
@@ -90,6 +90,12 @@ class TokenCollator:
         room = self.context_length - len(self.inner.with_ends([]))
         tokenized, cut = [], 0
         for row in rows:
+            if "input_ids" not in row and row.get("text") is None:
+                raise ValueError(
+                    f"a row has the keys {', '.join(row)} and no text; expected text or input_ids, which is what a "
+                    "masked model learns from. A chat was probably meant for the task distill. Fix: name a corpus of "
+                    "plain text, or set data.columns.text."
+                )
             ids = row["input_ids"] if "input_ids" in row else self._ids(row["text"])
             cut += max(0, len(ids) - room)
             tokenized.append({**row, "input_ids": ids[:room]})
@@ -123,6 +129,8 @@ class ListRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 def build(recipe: TaskRecipe, folder: Path) -> MaskedTask:
     """Load everything a run needs."""
+    if recipe.data.eval != f"{SUDOKU}:eval":
+        corpus.check_held_out(recipe.data)
     rows, tokenizer = rows_and_tokenizer(recipe, folder)
     return MaskedTask(recipe, masked_model(recipe, tokenizer), tokenizer, rows)
 
@@ -171,7 +179,7 @@ def _tokenizer(recipe: TaskRecipe, folder: Path, texts: Any) -> Any:
 
 def masked_model(recipe: TaskRecipe, tokenizer: Any) -> Any:
     """The model to be trained; one with fewer embeddings than tokens gets more, since MASK was probably added."""
-    from transformers import AutoConfig, AutoModelForMaskedLM
+    from transformers import AutoModelForMaskedLM
 
     student = recipe.student
     if student.peft is not None:
@@ -182,12 +190,11 @@ def masked_model(recipe: TaskRecipe, tokenizer: Any) -> Any:
     if isinstance(student.model, str):
         model = _pretrained(student.model, DTYPES[student.dtype], student.options)
     else:
-        fields = {name: value for name, value in student.model.items() if name != "model_type"}
-        kind = str(student.model.get("model_type"))
-        size = "num_embeddings" if kind == "spanwise_mlm" else "vocab_size"
+        own = student.model.get("model_type") == "spanwise_mlm"
         ids = {"padding_idx": tokenizer.pad_token_id, "mask_idx": tokenizer.mask_token_id}
-        defaults = ids if kind == "spanwise_mlm" else {"pad_token_id": tokenizer.pad_token_id}
-        config = AutoConfig.for_model(kind, **{size: len(tokenizer), **defaults, **fields})
+        defaults = ids if own else {"pad_token_id": tokenizer.pad_token_id}
+        size = {"num_embeddings" if own else "vocab_size": len(tokenizer)}
+        config = model_config(student.model, size | defaults)
         model = AutoModelForMaskedLM.from_config(config, dtype=DTYPES[student.dtype])
     if model.get_input_embeddings().num_embeddings < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer))
@@ -197,14 +204,14 @@ def masked_model(recipe: TaskRecipe, tokenizer: Any) -> Any:
 def _pretrained(source: str, dtype: Any, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForMaskedLM
 
-    from spanwise.loading import load_model
+    from spanwise.loading import load_auto, load_model
 
     if source.endswith((".gguf", ":smollm2")):
         return load_model(source, dtype=dtype, **options)
-    config: Any = AutoConfig.from_pretrained(source)
+    config: Any = load_auto(AutoConfig, "model configuration", source)
     if any("CausalLM" in name or "LMHead" in name for name in config.architectures or []):
         return load_model(source, dtype=dtype, **options)
-    return AutoModelForMaskedLM.from_pretrained(source, dtype=dtype, **options)
+    return load_auto(AutoModelForMaskedLM, "masked language model", source, dtype=dtype, **options)
 
 
 class MaskedTask:
@@ -234,11 +241,9 @@ class MaskedTask:
             seed=recipe.seed,
         )
         self.collator = TokenCollator(inner, recipe.data.context_length)
-        self._collated: Counter[str] = Counter()
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """Hidden tokens, real tokens or rows, as the norm says."""
-        self._collated.update(batch.get("left_out") or {})
         return {"masked": self._loss(None).count(batch)}
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, LossParts]:
@@ -270,8 +275,8 @@ class MaskedTask:
         )
 
     def left_out(self) -> dict[str, int]:
-        """Rows without text, and tokens that were cut."""
-        return dict(self.train_rows.left_out.reasons + self._collated)
+        """Rows without text."""
+        return dict(self.train_rows.left_out.reasons)
 
     def report_sections(self) -> list[ReportSection]:
         """None."""

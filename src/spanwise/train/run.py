@@ -63,12 +63,16 @@ def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list
     from transformers.utils import logging as transformers_logging
 
     from spanwise.train.arguments import training_arguments
+    from spanwise.train.data import check_held_out
+    from spanwise.train.data_workers import told_of_dead_workers
     from spanwise.train.progress import PreemptionCallback, ProgressCallback
     from spanwise.train.run_log import RunLog
     from spanwise.train.trainer import SpanwiseTrainer
 
     transformers_logging.disable_progress_bar()
     checkpoint = checkpoint_to_continue(folder, recipe, resume=resume)
+    if recipe.task == "distill":  # the other tasks look at theirs when they are built
+        check_held_out(recipe.data)
     transformers.set_seed(recipe.seed)
     began = time.time()
     module: Any = importlib.import_module(TASKS[recipe.task])
@@ -85,7 +89,8 @@ def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list
             log.rewind(-1)  # what a run that never reached a checkpoint wrote is trained again
         trainer = SpanwiseTrainer(task, arguments, log, [ProgressCallback(), preemption, *(callbacks or [])])
         trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with told_of_dead_workers():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         if preemption.received:
             raise Preempted(trainer.state.global_step)
         return _finish(recipe, folder, trainer, task, seconds=time.time() - began)
@@ -155,17 +160,18 @@ def _finish(recipe: Recipe, folder: Path, trainer: Any, task: Any, *, seconds: f
         task.processing_class.save_pretrained(folder)
     else:
         trainer.save_model(str(folder))
+    left_out = trainer.left_out()
     steps = [entry for entry in trainer.run_log.entries if entry["kind"] == "step"]
     result = {
         "loss_per_step": [entry["loss"] for entry in steps],
         "bits_per_byte": None,
         **measured,
-        "left_out": task.left_out(),
+        "left_out": left_out,
         "output": str(folder),
         "report": str(folder / REPORT_NAME),
     }
     if trainer.args.process_index == 0:
-        write_run_report(folder / REPORT_NAME, recipe, trainer.run_log, task, measured, seconds)
+        write_run_report(folder / REPORT_NAME, recipe, trainer.run_log, task, measured, left_out, seconds)
         write_card(folder, recipe, task, measured)
     if trainer.args.push_to_hub:
         trainer.push_to_hub()

@@ -2,7 +2,8 @@
 
 The lock is the kernel's (flock on ``.lock``), so a killed run frees it. A checkpoint is written under ``.staging``,
 gets a manifest with the size and SHA-256 of every file, and is renamed into place: it is complete or absent. Resuming
-verifies the manifest and refuses a checkpoint that lacks a file, the optimizer's state included.
+verifies the manifest and refuses a checkpoint that lacks a file, the optimizer's state included. A run that ends in an
+error before its first step leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import IO
 
 from spanwise.loading import file_digest
+from spanwise.train.run_log import LOG_NAME
 
 STAGING = ".staging"
 LOCK = ".lock"
@@ -38,6 +40,7 @@ class RunFolder:
         self.path = Path(path)
         self.resume = resume
         self._lock: IO[str] | None = None
+        self._was_empty = False
 
     def __enter__(self) -> RunFolder:
         if self.path.exists() and not self.path.is_dir():
@@ -70,12 +73,30 @@ class RunFolder:
                 "name another output folder."
             )
         shutil.rmtree(self.path / STAGING, ignore_errors=True)
+        self._was_empty = not left
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self._was_empty and not self._has_begun():
+            self._clear()
         self.close()
+
+    def _has_begun(self) -> bool:
+        """Whether a step was made: only then is there something to continue."""
+        log = self.path / LOG_NAME
+        return bool(checkpoints(self.path)) or (log.is_file() and log.stat().st_size > 0)
+
+    def _clear(self) -> None:
+        """Leave the folder as it was found, so that a corrected recipe is not refused for what a refused one left."""
+        for entry in self.path.iterdir():
+            if entry.name == LOCK:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                entry.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Free the folder for the next run."""

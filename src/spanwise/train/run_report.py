@@ -16,14 +16,20 @@ from spanwise.train.run_log import RunLog
 
 
 def write_run_report(
-    path: Path, recipe: Recipe, log: RunLog, task: Any, measured: dict[str, float], seconds: float
+    path: Path,
+    recipe: Recipe,
+    log: RunLog,
+    task: Any,
+    measured: dict[str, float],
+    left_out: dict[str, int],
+    seconds: float,
 ) -> Path:
     """Write ``report.html`` of a finished run."""
     body = [
         section("Held-out measures", _measures(log, measured)),
         section("Curves", "\n".join(_curves(log, task))),
         *(section(part.heading, part.html) for part in task.report_sections()),
-        section("Left out of training", table(["reason", "rows"], sorted(task.left_out().items()) or [("nothing", 0)])),
+        section("Left out of training", table(["reason", "rows"], sorted(left_out.items()) or [("nothing", 0)])),
         section("Recipe", f"<pre>{escape(yaml.safe_dump(recipe.model_dump(mode='json'), sort_keys=False))}</pre>"),
         section("Environment", table(["what", "value"], _environment(seconds))),
     ]

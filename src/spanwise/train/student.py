@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from spanwise.loading import load_model, load_tokenizer
+from spanwise.train.data import check_kind, readable
+from spanwise.train.model_config import model_config
 from spanwise.train.recipe import Student, TokenizerFromCorpus
 
 logger = logging.getLogger(__name__)
@@ -100,22 +102,15 @@ def student_model(student: Student, tokenizer: Any) -> Any:
 
 def fresh_model(fields: dict[str, Any], tokenizer: Any, dtype: str = "float32") -> Any:
     """Random weights from configuration fields; vocabulary and special ids default to the tokenizer's."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if "model_type" not in fields:
-        raise ValueError(
-            f"student.model has the fields {', '.join(fields)}; expected model_type among them (llama, qwen2, …), "
-            "which says what to build. Fix: add student.model.model_type."
-        )
     defaults = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    kind = fields["model_type"]
-    config = AutoConfig.for_model(kind, **(defaults | {key: v for key, v in fields.items() if key != "model_type"}))
-    return AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    return AutoModelForCausalLM.from_config(model_config(fields, defaults), dtype=DTYPES[dtype])
 
 
 def check_head(model: Any, tokenizer: Any) -> None:
@@ -161,8 +156,9 @@ def merged(model: Any) -> Any:
 
 def corpus_texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """The text of rows of any kind, for training a tokenizer."""
-    for row in rows:
+    for place, row in enumerate(readable(rows)):
         if row.get("text"):
+            check_kind(row["text"], "text", place)
             yield row["text"]
         for key in ("messages", "message_log"):
             for turn in row.get(key) or []:

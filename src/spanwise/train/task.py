@@ -71,7 +71,7 @@ class Task(Protocol):
         ...
 
     def left_out(self) -> dict[str, int]:
-        """What was not trained on, by reason."""
+        """What the task leaves out before collation, by reason; batches say the rest in ``left_out``."""
         ...
 
     def report_sections(self) -> list[ReportSection]:

@@ -8,6 +8,8 @@ What it changes, and why:
   multiplied by their number.
 - **Checkpoints** are staged, given a manifest and renamed (``run_folder``); the optimizer's state and our own are in
   them, no pickled arguments are.
+- **Left out.** What collators leave out is counted over all batches and ranks, and goes on counting when a run is
+  continued.
 - **Log.** Every step leaves one JSON line with each term's mean, count and the rest, reduced over ranks.
 """
 
@@ -17,6 +19,7 @@ import json
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import rotate_checkpoints
 
 from spanwise.loss_parts import LossParts, Ratio, merge_metrics
+from spanwise.train.left_out import CarryingCollator
 from spanwise.train.run_folder import STAGING, publish_checkpoint
 from spanwise.train.run_log import RunLog
 from spanwise.train.sampler import PlacedRows, StepSampler
@@ -55,6 +59,8 @@ class SpanwiseTrainer(Trainer):
     ) -> None:
         nothing_to_iterate: Any = []  # evaluate() asks the task; the stock check only wants something to be there
         collator: Any = task.collator
+        if isinstance(task.train_rows, torch.utils.data.IterableDataset):
+            collator = CarryingCollator(collator)
         super().__init__(
             model=task.model,
             args=args,
@@ -76,6 +82,7 @@ class SpanwiseTrainer(Trainer):
         self._metrics: dict[str, Ratio] = {}
         self._counts: dict[str, float] = {}
         self._tokens = 0
+        self._left_out: Counter[str] = Counter()  # of this rank
         self._step_began = time.perf_counter()
         self._last_finished = -1
         self._sampler: StepSampler | None = None
@@ -145,6 +152,7 @@ class SpanwiseTrainer(Trainer):
             counted = self.task.counts(batch)
             counts += torch.stack([counted[term].to(device, torch.float32) for term in self.terms])
             self._tokens += _tokens_in(batch)
+            self._left_out.update(batch.get("left_out") or {})
         counts = self._sum_over_ranks(counts)
         self._counts = dict(zip(self.terms, counts.tolist(), strict=True))
         return counts
@@ -152,9 +160,24 @@ class SpanwiseTrainer(Trainer):
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
         if self.accelerator.num_processes == 1:
             return values
-        total = self.accelerator.reduce(values, reduction="sum")
-        # Tensor-, context- and sequence-parallel ranks hold the same rows; they must not count them again.
-        return total / (self.get_tp_size() * self.get_cp_size() * self.get_sp_size())
+        return self.accelerator.reduce(values, reduction="sum") / self._copies()
+
+    def _copies(self) -> int:
+        """Tensor-, context- and sequence-parallel ranks hold the same rows; they must not count them again."""
+        copies: int = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        return copies
+
+    def left_out(self) -> dict[str, int]:
+        """What was not trained on, by reason, over all ranks; every rank must ask."""
+        return dict(Counter(self.task.left_out()) + Counter(self._left_out_in_batches()))
+
+    def _left_out_in_batches(self) -> dict[str, int]:
+        everywhere: list[Any] = [self._left_out]
+        if self.accelerator.num_processes > 1:
+            everywhere = [None] * self.accelerator.num_processes
+            torch.distributed.all_gather_object(everywhere, self._left_out)
+        summed = sum(everywhere, Counter[str]())
+        return {reason: count // self._copies() for reason, count in summed.items()}
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
@@ -299,10 +322,11 @@ class SpanwiseTrainer(Trainer):
         self._save_optimizer_and_scheduler(str(staged))
         self._save_scaler(str(staged))
         self._save_rng_state(str(staged))
+        left_out = self._left_out_in_batches()
         if self.args.should_save:
             self._export_callbacks()
             self.state.save_to_json(str(staged / "trainer_state.json"))
-            ours = {"version": 1, "dynamic_ratio": self.dynamic_ratio, "seconds": self.seconds}
+            ours = {"version": 1, "dynamic_ratio": self.dynamic_ratio, "seconds": self.seconds, "left_out": left_out}
             (staged / STATE_NAME).write_text(json.dumps(ours))
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
@@ -348,6 +372,8 @@ class SpanwiseTrainer(Trainer):
         if checkpoint is not None:
             state = json.loads(Path(checkpoint, STATE_NAME).read_text())
             self.dynamic_ratio, self.seconds = float(state["dynamic_ratio"]), float(state["seconds"])
+            # The sum of all ranks goes on with the first one.
+            self._left_out = Counter(state["left_out"]) if self.args.process_index == 0 else Counter()
             self.run_log.rewind(self.state.global_step)
             self._last_finished = self.state.global_step
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +22,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from spanwise.batch import BatchedDataDict, model_inputs
+from spanwise.loading import load_auto
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.spans.chat import IGNORE_INDEX
 from spanwise.train import data as corpus
 from spanwise.train.digits import DIGITS, digit_rows
+from spanwise.train.model_config import model_config
 from spanwise.train.recipe import Recipe, Section, TokenizerFromCorpus
 from spanwise.train.student import DTYPES, with_adapters
 from spanwise.train.task import ReportSection
@@ -34,6 +36,7 @@ from spanwise.vlm.inspect import tokens_of_row
 from spanwise.vlm.media import copied_in_rgb, gather, medium_of, parts_of
 
 ROWS_SHOWN = 3
+ROWS_CHECKED = 64
 COLOURS = {"label": "#bfe3c0", "media": "#cfd8f5", "padding": "#e6e6e6", "given": "transparent"}
 
 
@@ -68,6 +71,11 @@ class ConversationRows(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows with "conversation": the built-in digits, or files with that column (image paths relative to here)."""
 
     def __init__(self, source: str | Sequence[str], columns: Mapping[str, str]) -> None:
+        if find_spec("PIL") is None:
+            raise ModuleNotFoundError(
+                "the task vlm needs Pillow, which is not installed; expected it, since it reads the images. The extra "
+                "was probably left out. Fix: pip install 'spanwise[vlm]'."
+            )
         built_in = isinstance(source, str) and source.startswith(DIGITS)
         self.rows: Any = digit_rows(str(source)) if built_in else corpus.open_corpus(source)
         self.columns = dict(columns)
@@ -77,9 +85,13 @@ class ConversationRows(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = corpus.rename_columns(self.rows[index], self.columns, index)
-        if "conversation" in row:
-            row["conversation"] = [_without_nones(message) for message in row["conversation"]]
-        return row
+        if not isinstance(row.get("conversation"), list):
+            raise ValueError(
+                f"row {index} has the columns {', '.join(row)} and no conversation; expected a list of messages with "
+                "role and content under that name. It is probably called otherwise, or this is plain text. Fix: "
+                "data.columns.conversation=NAME, or the task distill for text."
+            )
+        return row | {"conversation": [_without_nones(message) for message in row["conversation"]]}
 
     def lengths(self) -> list[int]:
         """Characters of every row, for grouping rows of like length."""
@@ -98,11 +110,28 @@ def build(recipe: TaskRecipe, folder: Path) -> VisionTask:
     """Load or make processor, model and rows."""
     rows = ConversationRows(recipe.data.train, recipe.data.columns)
     held_out = None if recipe.data.eval is None else ConversationRows(recipe.data.eval, recipe.data.columns)
+    for some in (rows, held_out):
+        _check_first(some)
     processor = open_processor(recipe, rows)
     model = _model(recipe, processor)
     if recipe.student.peft is not None:
         model = with_adapters(model, recipe.student.peft)
     return VisionTask(recipe, model, processor, rows, held_out)
+
+
+def _check_first(rows: ConversationRows | None) -> None:
+    """Refuse rows that are no conversations, or that teach nothing, before a model is loaded."""
+    if rows is None:
+        return
+    said = [
+        message.get("role") for place in range(min(len(rows), ROWS_CHECKED)) for message in rows[place]["conversation"]
+    ]
+    if "assistant" not in said:
+        raise ValueError(
+            f"the first conversations have the roles {', '.join(sorted({str(role) for role in said})) or 'none'}; "
+            "expected the assistant's turns among them, since they are what is trained on. The roles are probably "
+            "called otherwise. Fix: call them user and assistant."
+        )
 
 
 def open_processor(recipe: TaskRecipe, rows: ConversationRows) -> Any:
@@ -116,7 +145,7 @@ def open_processor(recipe: TaskRecipe, rows: ConversationRows) -> Any:
         return small_processor([*texts, "user", "assistant", "system"], student.tokenizer.vocab_size, pixels=pixels)
     from transformers import AutoProcessor
 
-    return AutoProcessor.from_pretrained(student.tokenizer or student.model)
+    return load_auto(AutoProcessor, "processor", str(student.tokenizer or student.model))
 
 
 def _texts(row: Mapping[str, Any]) -> list[str]:
@@ -128,23 +157,20 @@ def _texts(row: Mapping[str, Any]) -> list[str]:
 
 
 def _model(recipe: TaskRecipe, processor: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
     student = recipe.student
     if isinstance(student.model, str):
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            student.model, dtype=DTYPES[student.dtype], **student.options
-        )
-        return loaded
+        options = {"dtype": DTYPES[student.dtype]} | student.options
+        return load_auto(AutoModelForImageTextToText, "vision-language model", student.model, **options)
     tokenizer = processor.tokenizer
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{word}|>") for name, word in _MARKS.items()}
-    fields = {key: value for key, value in student.model.items() if key != "model_type"}
     text = {
         "vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
-    fields["text_config"] = text | fields.get("text_config", {})
-    config = AutoConfig.for_model(student.model["model_type"], **(ids | fields))
+    fields = student.model | {"text_config": text | student.model.get("text_config", {})}
+    config = model_config(fields, ids)
     return AutoModelForImageTextToText.from_config(config, dtype=DTYPES[student.dtype])
 
 
@@ -178,11 +204,9 @@ class VisionTask:
         self.plain_collator = VLMCollator(processor, **options)
         packing: Literal["neat"] | None = "neat" if recipe.data.packing else None
         self.collator = VLMCollator(processor, **options, packing=packing, get_rope_index=rope)
-        self._left_out: Counter[str] = Counter()
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """Labelled tokens."""
-        self._left_out.update(batch.get("left_out") or {})
         return {"ce": (batch["labels"] != IGNORE_INDEX).sum().float()}
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, LossParts]:
@@ -228,8 +252,8 @@ class VisionTask:
         return right / asked if asked else 0.0
 
     def left_out(self) -> dict[str, int]:
-        """Rows that were too long."""
-        return dict(self._left_out)
+        """Nothing before collation, which leaves out what is too long."""
+        return {}
 
     def report_sections(self) -> list[ReportSection]:
         """The first rows, every token coloured by what it is."""

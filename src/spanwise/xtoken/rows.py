@@ -1,7 +1,7 @@
 """What a row of data says: its text, or its chat, and on what of it the student is trained.
 
-Six kinds: ``message_log``, ``messages``, ``prompt`` + ``completion``, ``text`` and ``input_ids``; anything else is
-refused with the keys it has. O(characters).
+Five kinds, looked for in the order of ``ROW_KINDS``: ``message_log``, ``messages``, ``prompt`` + ``completion``,
+``text`` and ``input_ids``; anything else is refused with the keys it has. O(characters).
 """
 
 from __future__ import annotations
@@ -11,6 +11,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from spanwise.xtoken.texts import checked_text
+
+# The kinds of rows and the columns that each needs; a row that fits several is of the first of them.
+ROW_KINDS: dict[str, tuple[str, ...]] = {
+    "message_log": ("message_log",),
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "text": ("text",),
+    "input_ids": ("input_ids",),
+}
+KINDS_IN_WORDS = ", ".join(" + ".join(columns) for columns in ROW_KINDS.values())
+
+
+def row_kind(row: Mapping[str, Any]) -> str | None:
+    """The kind of a row: the first whose columns all hold something; None where there is none.
+
+    >>> row_kind({"prompt": "a", "text": "b"}), row_kind({"text": None})
+    ('text', None)
+    """
+    for kind, columns in ROW_KINDS.items():
+        if all(row.get(column) is not None for column in columns):
+            return kind
+    return None
 
 
 @dataclass(frozen=True)
@@ -44,25 +66,26 @@ def read_row(row: Any, place: int, spell: Callable[[Sequence[int], int], str]) -
             "strings. Fix: {'text': row}."
         )
     text, messages, start, ids = "", None, None, None
-    if row.get("message_log") is not None:
+    kind = row_kind(row)
+    if kind == "message_log":
         text = "".join(_content(entry, place) for entry in _entries(row["message_log"], "message_log", place))
-    elif row.get("messages") is not None:
+    elif kind == "messages":
         messages = _entries(row["messages"], "messages", place)
         for message in messages:
             if isinstance(message.get("content"), str):
                 checked_text(message["content"], place)
-    elif row.get("prompt") is not None and row.get("completion") is not None:
+    elif kind == "prompt":
         prompt = checked_text(row["prompt"], place)
         text, start = prompt + checked_text(row["completion"], place), len(prompt)
-    elif row.get("text") is not None:
+    elif kind == "text":
         text = checked_text(row["text"], place)
-    elif row.get("input_ids") is not None:
+    elif kind == "input_ids":
         ids = tuple(int(token) for token in row["input_ids"])
         text = spell(ids, place)
     else:
         raise ValueError(
-            f"row {place} has the keys {sorted(map(str, row))} and no text; expected one of message_log, messages, "
-            "prompt + completion, text, input_ids. The column is probably named otherwise, or empty. "
+            f"row {place} has the keys {sorted(map(str, row))} and no text; expected one of {KINDS_IN_WORDS}. "
+            "The column is probably named otherwise, or empty. "
             "Fix: rename the column to 'text', or drop rows without one."
         )
     multiplier = float(row.get("loss_multiplier", 1.0))
