@@ -9,11 +9,9 @@ gradients. --quick leaves out generation and sudoku.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from mlm_reference import HEADS, LAYERS, MASK, VOCABULARY, WIDTH, measured_step, seeded_batch
-from record import record
 
-from spanwise.loading import cache_dir
+from benchmarks.mlm_reference import HEADS, LAYERS, MASK, VOCABULARY, WIDTH, measured_step, seeded_batch
+from benchmarks.peer_process import Side, peer_python
+from benchmarks.record import record
 from spanwise.mlm import DefaultMLMCollator, MLMLoss, MLMPredictor, RotaryTransformerMLMModel, nelbo
 
 PINNED = ["torch==2.13.0", "xlm-core==0.3.1", "xlm-models==0.3.1"]
@@ -49,43 +47,6 @@ class IdTokenizer:
 
     def batch_decode(self, ids: torch.Tensor, **_: object) -> list[str]:
         return [""] * len(ids)
-
-
-class ReferenceProcess:
-    """The reference in its own interpreter, asked line by line."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            # -P: the package of the reference is called mlm, as the script beside it.
-            [reference_python(), "-P", str(Path(__file__).with_name("mlm_reference.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        """One command, one answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        """End it."""
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def reference_python() -> str:
-    """The interpreter of the reference's virtual environment, which is made when missing (about a minute)."""
-    folder = cache_dir() / "peers" / "xlm"
-    if not (folder / ".done").is_file():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([str(folder / "bin" / "pip"), "install", "-q", *PINNED], check=True)
-        (folder / ".done").touch()
-    return str(folder / "bin" / "python")
 
 
 def our_model(dropout: float = 0.0) -> RotaryTransformerMLMModel:
@@ -113,7 +74,7 @@ def their_step(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return model(**{name: batch[name] for name in ("input_ids", "attention_mask", "labels")}).loss
 
 
-def training(reference: ReferenceProcess) -> list[dict[str, Any]]:
+def training(reference: Side) -> list[dict[str, Any]]:
     """Seconds and memory of a training step, all sides in turn."""
     model, plain = our_model(dropout=0.1).train(), our_model().train()
     losses = {0.1: MLMLoss(model=model, tokenizer=IdTokenizer()), 0.0: MLMLoss(model=plain, tokenizer=IdTokenizer())}
@@ -130,7 +91,7 @@ def training(reference: ReferenceProcess) -> list[dict[str, Any]]:
         ids, targets, real = seeded_batch(step)
         batch = {"input_ids": ids, "target_ids": targets, "attention_mask": real.long()}
         for dropout, loss in losses.items():
-            answer = reference.ask(do="train", seed=step, dropout=dropout)
+            answer = reference.ask("train", seed=step, dropout=dropout)
             note(f"reference {dropout}", (answer["seconds"], answer["megabytes"]), step)
             note(f"ours {dropout}", measured_step(loss.model, partial(our_step, loss, batch)), step)
         labels = targets.masked_fill(ids != MASK, -100)
@@ -163,10 +124,10 @@ def training(reference: ReferenceProcess) -> list[dict[str, Any]]:
     ]
 
 
-def same_weights(reference: ReferenceProcess) -> dict[str, Any]:
+def same_weights(reference: Side) -> dict[str, Any]:
     """Load the reference's weights under their own names and compare logits, padding and all."""
     with tempfile.TemporaryDirectory() as folder:
-        reference.ask(do="weights", path=f"{folder}/weights.pt")
+        reference.ask("weights", path=f"{folder}/weights.pt")
         found = torch.load(f"{folder}/weights.pt", weights_only=True)
     model = our_model()
     model.load_state_dict(found["weights"])
@@ -177,7 +138,7 @@ def same_weights(reference: ReferenceProcess) -> dict[str, Any]:
                "load_state_dict(strict), 2 ragged rows")  # fmt: skip
 
 
-def generation(reference: ReferenceProcess) -> list[dict[str, Any]]:
+def generation(reference: Side) -> list[dict[str, Any]]:
     """Prompt 128 and 32 new tokens in 32 steps."""
     model = our_model().eval()
     prompt = torch.randint(4, VOCABULARY, (8, 128), generator=torch.Generator().manual_seed(0))
@@ -188,7 +149,7 @@ def generation(reference: ReferenceProcess) -> list[dict[str, Any]]:
     }
     took: dict[str, list[float]] = {name: [] for name in ("reference", *sides)}
     for repeat in range(REPEATS):
-        took["reference"].append(reference.ask(do="generate", seed=repeat)["seconds"])
+        took["reference"].append(reference.ask("generate", seed=repeat)["seconds"])
         for name, predictor in sides.items():
             began = time.process_time()
             predictor.predict({"input_ids": prompt})
@@ -306,11 +267,10 @@ def main() -> None:
     """All figures, or with --quick those of training alone."""
     torch.set_num_threads(1)
     quick = "--quick" in sys.argv
-    reference = ReferenceProcess()
-    rows = [same_weights(reference), *training(reference)]
-    if not quick:
-        rows += generation(reference)
-    reference.close()
+    with Side("mlm_reference.py", peer_python("xlm", PINNED)) as reference:
+        rows = [same_weights(reference), *training(reference)]
+        if not quick:
+            rows += generation(reference)
     if not quick:
         rows += [copying(), *sudoku()]
     record("mlm", rows)

@@ -1,18 +1,18 @@
 """The other side of benchmarks/mlm.py: xlm-core and xlm-models 0.3.1 in a virtual environment of their own.
 
-Reads one JSON command per line on standard input and answers each with one JSON line; batches follow from seeds alone,
-so both sides compute the same work. Needs nothing of Spanwise.
+Answers commands (``peer_sides/serve.py``); batches follow from seeds alone, so both sides compute the same work. Needs
+nothing of Spanwise.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import sys
 import time
 from types import SimpleNamespace
 
 import torch
+
+from benchmarks.peer_sides.memory import peak, reset_peak
+from benchmarks.peer_sides.serve import serve
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 30522, 384, 4, 6
 PAD, MASK = 0, 1
@@ -27,24 +27,6 @@ def seeded_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     share = (torch.arange(8)[:, None] + torch.rand(8, 1, generator=generator)) / 8
     hidden = (torch.rand(8, 128, generator=generator) < share) & real
     return targets.masked_fill(~real, PAD).masked_fill(hidden, MASK), targets.masked_fill(~real, -100), real
-
-
-def reset_peak() -> float:
-    """Begin a new peak of resident memory; returns what is resident now, in MB. Freed memory is given back first."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    return _status("VmRSS")
-
-
-def peak() -> float:
-    """The peak of resident memory since the last reset, in MB."""
-    return _status("VmHWM")
-
-
-def _status(name: str) -> float:
-    with open("/proc/self/status") as file:
-        return next(float(line.split()[1]) / 1024 for line in file if line.startswith(name))
 
 
 def measured_step(model: torch.nn.Module, step) -> tuple[float, float]:
@@ -105,18 +87,5 @@ class Reference:
         return {"seconds": time.process_time() - began}
 
 
-def main() -> None:
-    """Answer commands until the input ends."""
-    torch.set_num_threads(1)
-    answers = sys.stdout
-    sys.stdout = sys.stderr
-    reference = Reference()
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = getattr(reference, command.pop("do"))(**command)
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Reference())

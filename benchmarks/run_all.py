@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NOT_BENCHMARKS = {"run_all", "record", "mlm_reference"}
+NOT_BENCHMARKS = {"run_all", "record", "mlm_reference", "peer_process", "gpu_models"}
 
 
 def main() -> None:

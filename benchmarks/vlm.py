@@ -2,13 +2,12 @@
 
 The other side of the label figures is the two searches that other collators use (``labels="search"`` and
 ``"template"``), on the same conversations. The price of labels is measured against the same collation without them.
-transformers' and TRL's own collators are timed where they can be imported. ``--quick`` measures less of everything.
+``--quick`` measures less of everything. TRL's collator is compared in ``peers.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import os
 import statistics
@@ -24,9 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import transformers
-from PIL import Image
 
+from benchmarks.peer_sides.vision_work import batch_of, released
 from benchmarks.record import record
 from spanwise.loading import load_tokenizer
 from spanwise.spans.chat import AssistantSpans, UnprovenSpanError
@@ -78,36 +76,6 @@ def label_rows(repeats: int) -> list[Row]:
 def figure(name: str, value: Any, unit: str, target: Any, reached: bool | None, context: str = "") -> Row:
     said = "-" if reached is None else "yes" if reached else "no"
     return {"figure": name, "value": value, "unit": unit, "target": target, "reached": said, "context": context}
-
-
-def batch_of(rows: int, size: tuple[int, int]) -> list[Row]:
-    """Conversations of three exchanges, the first with one image; about 250 text tokens."""
-    answer = "The picture shows a plain field of one colour, with some noise that a camera would add. " * 2
-    batch = []
-    for place in range(rows):
-        image = Image.effect_noise(size, 20 + place)
-        turns: list[Row] = [
-            {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What is this?"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-        ]
-        for question in ("Are you sure?", "Say it in other words."):
-            turns.append({"role": "user", "content": [{"type": "text", "text": question}]})
-            turns.append({"role": "assistant", "content": [{"type": "text", "text": answer}]})
-        batch.append({"conversation": turns})
-    return batch
-
-
-def released(name: str) -> Any:
-    """A processor with the image size that its family was released with."""
-    processor = copy.copy(processors.build(name))
-    if name in ("qwen2_vl", "qwen2_5_vl"):
-        processor.image_processor = transformers.Qwen2VLImageProcessorPil()
-    elif name == "llava":
-        square = {"height": 336, "width": 336}
-        processor.image_processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": 336}, crop_size=square)
-    elif name == "gemma3":
-        processor.image_processor = transformers.Gemma3ImageProcessorPil()
-    return processor
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -181,7 +149,7 @@ def cost_rows(name: str, size: tuple[int, int], rounds: int, *, target: bool) ->
 
 
 def peer_rows(rounds: int) -> list[Row]:
-    """transformers' own padding of the same rows, and TRL's vision collator, beside ours."""
+    """transformers' own padding of the same rows, beside ours."""
     rows = batch_of(16, (640, 480))
     processor = processors.build("llava_onevision")
     ours = VLMCollator(processor)
@@ -192,33 +160,10 @@ def peer_rows(rounds: int) -> list[Row]:
             chats, tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs={"padding": True}
         )
 
-    sides: dict[str, Callable[[], Any]] = {"ours": lambda: ours(rows), "transformers": stock}
-    try:
-        from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
-    except ImportError:
-        pass
-    else:
-        theirs = DataCollatorForVisionLanguageModeling(processor)
-        messages = [{"images": [chat[0]["content"][0]["image"]], "messages": chat} for chat in chats]
-        sides["trl"] = lambda: theirs(messages)
-    took = median_of(sides, rounds)
-    found = [
-        figure(
-            "time beside transformers' own template call, which makes no labels",
-            took["ours"] / took["transformers"],
-            "×",
-            "-",
-            None,
-            "LLaVA-OneVision, 16 rows",
-        )
-    ]
-    if "trl" in took:
-        found.append(
-            figure("time beside TRL's vision collator", took["ours"] / took["trl"], "×", "-", None, "same rows")
-        )
-    else:
-        found.append(figure("time beside TRL's vision collator", "not run", "", "-", None, "TRL is not installed here"))
-    return found
+    took = median_of({"ours": lambda: ours(rows), "transformers": stock}, rounds)
+    name = "time beside transformers' own template call, which makes no labels"
+    told = "LLaVA-OneVision, 16 rows; TRL's collator: benchmarks/peers.py"
+    return [figure(name, took["ours"] / took["transformers"], "×", "-", None, told)]
 
 
 SCRIPTS = {
