@@ -1,33 +1,52 @@
-"""The loss, alignment and collate figures on a GPU, where there is one.
+"""The loss, alignment and collate figures on a GPU, where there is one, and what models of full size take there.
 
     python benchmarks/gpu.py [--rows N]
 
 Losses: P-KL, gold and cross entropy against the dense form of the same losses (and torch's own cross entropy), float32
 and bfloat16 logits, Vs = 128,256, Vt = 151,936, time by CUDA events and peak memory by torch's allocator, both sides in
-one run, interleaved. Alignment and collation run on the CPU of the machine, as they do in training; here they are
-measured beside the tokenizing that they follow. Without a GPU the script says so and writes nothing.
+one run, interleaved. Models: a teacher of 8B and a student of 1B (``gpu_models.py``). Alignment and collation run on
+the CPU of the machine, as they do in training; here they are measured beside the tokenizing that they follow and the
+student's step that waits for them. The last rows say what was never measured on a GPU. Without one the script says so
+and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from benchmarks.gpu_models import model_rows
 from benchmarks.losses import HIDDEN, TOPK, dense_gold, dense_projected, make
 from benchmarks.record import record
+from spanwise import CrossTokenizerCollator, TokenAligner
 from spanwise.teachers.scores import TeacherScores
+from spanwise.train.builtin import builtin_documents
+from spanwise.train.data import text_windows
+from spanwise.train.student import train_byte_bpe
 from spanwise.xtoken.alignment import AlignmentBatch
 from spanwise.xtoken.exact_map import exact_token_map
 from spanwise.xtoken.losses import Head, fused, gold, next_token_ce, plan_chunks, projected_kl, projected_rows
 
 STUDENT, REPEATS = 128_256, 7
+ROWS_COLLATED, WINDOW_BYTES, CONTEXT = 4, 6_000, 2_048
+NEVER_MEASURED = {
+    "more than one GPU": "DDP and FSDP2 ran on gloo and CPUs only",
+    "scores between machines": "the streamed teacher and the queue ran on one machine without a GPU",
+    "images and text": "collation for vision-language families ran on CPUs only",
+    "masked models": "samplers and losses of masked and masked-diffusion models ran on CPUs only",
+    "ALM, prefix KL, ULD": "equal to the CPU's values on a GPU (tests), never timed there",
+    "real tokenizers": "collation was timed with tokenizers trained on the spot",
+}
 
 
 def on_gpu(value):
@@ -124,6 +143,71 @@ def fused_rows(rows: int) -> list[dict]:
     return compared("P-KL fused with the head", timed(sides, [hidden, weight]), context)
 
 
+def collate_rows(step_ms: float) -> list[dict]:
+    """Tokenizing, aligning and collating rows of text, and the batch's way to the GPU; medians of wall time."""
+    documents = builtin_documents("builtin:python-docs")
+    student, teacher = (train_byte_bpe(documents, size) for size in (8_192, 16_384))
+    texts = [window for page in documents for window in text_windows(page, WINDOW_BYTES)]
+    texts = sorted(texts, key=len, reverse=True)[:ROWS_COLLATED]
+    rows = [{"text": text, "idx": place, "loss_multiplier": 1.0} for place, text in enumerate(texts)]
+    aligner = TokenAligner(student, teacher, byte_offsets=True)
+    collate = CrossTokenizerCollator(
+        student_tokenizer=student,
+        teacher_tokenizer=teacher,
+        aligner=aligner,
+        ctx_length_student=CONTEXT,
+        ctx_length_teacher=CONTEXT,
+        padding="longest",
+    )
+    batch = collate(rows)
+    masks = {
+        "student_attention_mask": batch["token_mask"],
+        "teacher_attention_mask": batch["teacher_token_mask"],
+    }
+    jobs = {
+        "tokenizing": lambda: (student(texts), teacher(texts)),
+        "aligning": lambda: aligner.align(batch["input_ids"], batch["teacher_input_ids"], **masks),
+        "collating": lambda: collate(rows),
+        "moving": lambda: moved(batch),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(3 * REPEATS + 1):
+        for name, job in jobs.items():
+            begin = time.perf_counter()
+            job()
+            torch.cuda.synchronize()
+            if turn:
+                seconds[name].append(time.perf_counter() - begin)
+    ms = {name: 1e3 * statistics.median(found) for name, found in seconds.items()}
+    tokens = int(batch["token_mask"].sum())
+    size = f"{ROWS_COLLATED} rows, {tokens:,} student tokens, one thread of this machine's CPU"
+
+    def beside(figure: str, one: str, other: float, unit: str, name: str) -> dict:
+        context = f"{ms[one]:.2f} ms against {other:.1f} ms {name}, {size}"
+        return {"figure": figure, "value": ms[one] / other, "unit": unit, "context": context}
+
+    return [
+        beside("aligning / tokenizing", "aligning", ms["tokenizing"], "×", "for both tokenizers"),
+        beside("collating / tokenizing", "collating", ms["tokenizing"], "×", "for both tokenizers"),
+        beside("collating / the 1B student's step", "collating", step_ms * tokens / 4_096, "×", "of a GPU for as many"),
+        beside("batch to the GPU / collating", "moving", ms["collating"], "×", "of collating"),
+    ]
+
+
+def moved(batch: dict) -> list[torch.Tensor]:
+    """The batch's tensors on the GPU, through pinned memory."""
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+    return [value.pin_memory().to("cuda", non_blocking=True) for value in tensors]
+
+
+def never_measured() -> list[dict]:
+    """One row for each thing that a reader might take for measured."""
+    return [
+        {"figure": f"never measured: {name}", "value": "–", "unit": "", "reached": "-", "context": context}
+        for name, context in NEVER_MEASURED.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_024)
@@ -132,7 +216,9 @@ def main() -> None:
         print("There is no GPU here; nothing was measured and no row was written.")
         return
     found = [row for dtype in (torch.float32, torch.bfloat16) for row in loss_rows(rows, dtype)]
-    record("gpu", [*found, *fused_rows(rows)])
+    found += fused_rows(rows)
+    models, step_ms = model_rows()
+    record("gpu", [*found, *models, *collate_rows(step_ms), *never_measured()])
 
 
 if __name__ == "__main__":
