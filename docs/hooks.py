@@ -1,5 +1,5 @@
-"""What mkdocs fills in while it builds: measured rows from benchmarks/results.csv, and tables of the recipes' keys;
-and the roles of docstrings, which it does not know.
+"""What mkdocs fills in while it builds: measured rows from benchmarks/results.csv, what follows from them at scale, and
+tables of the recipes' keys; and the roles of docstrings, which it does not know.
 
 A page writes ``<!-- measured: WORDS -->`` where a table of the rows belongs; numbers in the pages are therefore those
 of the file, and nothing is copied by hand.
@@ -13,14 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from scale_table import scale_table
+
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results.csv"
 ROLE = re.compile(r":(?:mod|class|func|meth|attr|data):<code>(~?)([^<]*)</code>")
-MARK = re.compile(r"<!-- (measured|recipe): ([^>]+?) -->")
+MARK = re.compile(r"<!-- (measured|recipe|scale): ([^>]+?) -->")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """mkdocs calls this for every page."""
-    return MARK.sub(lambda mark: {"measured": measured, "recipe": recipe_table}[mark[1]](mark[2]), markdown)
+    fill = {"measured": measured, "recipe": recipe_table, "scale": lambda _: scale_table(read_rows())}
+    return MARK.sub(lambda mark: fill[mark[1]](mark[2]), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
