@@ -26,7 +26,7 @@ def on_two_ranks(
         [*command, str(RANK), str(folder), *words],
         env=runs.environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stderr[-20_000:]
     ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert [(seen["rank"], seen["world"]) for seen in ranks] == [(0, 2), (1, 2)]
     assert ranks[0]["pid"] != ranks[1]["pid"]
