@@ -37,6 +37,7 @@ from spanwise.dataplane.ledger import Ledger
 from spanwise.dataplane.ledger_state import from_record, to_record
 from spanwise.dataplane.transports import shared_memory
 from tests.dataplane.conftest import QUEUE_ROWS, QueueKeeper
+from tests.ray_cluster import RayCluster
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -327,10 +328,23 @@ def test_imports_stay_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
 
 
-@pytest.mark.parametrize("transport", ["memory", pytest.param("shm", marks=pytest.mark.full)])
-def test_the_worked_example_moves_everything(transport: str) -> None:
+def test_the_worked_example_moves_everything_between_processes() -> None:
+    the_example_moves_everything("shm", {"OMP_NUM_THREADS": "1"})  # memory:// runs in tests/examples
+
+
+@pytest.mark.ray
+@pytest.mark.xdist_group("ray")
+def test_the_worked_example_moves_everything_over_a_cluster(ray_cluster: RayCluster, queue_keeper: QueueKeeper) -> None:
+    queue_keeper.running()
+    the_example_moves_everything("tq", ray_cluster.environment)
+
+
+def the_example_moves_everything(transport: str, environment: dict[str, str]) -> None:
     command = [sys.executable, "examples/rollout_to_trainer.py", "--transport", transport, "--samples", "20"]
-    run = subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert run.returncode == 0, run.stderr
     assert "trainer: 20 of 20 samples" in run.stdout
     assert "report: 20 of 20 samples" in run.stdout
     assert "consumed by both tasks: True" in run.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from spanwise.dataplane.codec import (
     to_nested_by_length,
     unwrap_wire_stripped_payload,
 )
+from spanwise.dataplane.frame_writer import encode_frame
 from spanwise.dataplane.schema import DTYPES
 from tests.reference import dataplane_codec as twin
 
@@ -135,6 +138,21 @@ def test_bad_lengths_are_named(shape: tuple[int, ...], lengths: list, words: str
     assert "Fix:" in str(error.value)
 
 
+@pytest.mark.parametrize("lengths", [[2.9, 1.0], [True, True], [1 + 0j, 1]])
+def test_lengths_that_are_no_integers_are_refused(lengths: list[Any]) -> None:
+    tensor, column = torch.tensor(lengths), torch.ones(2, 3)
+    calls: list[Callable[[], Any]] = [
+        lambda: to_nested_by_length(column, tensor),
+        lambda: to_nested_by_length(column, tensor, strict=False),
+        lambda: pack_jagged_fields({"ids": column}, lengths=tensor, token_aligned_fields={"ids"}),
+        lambda: pack_per_token_field(to_nested_by_length(column, torch.tensor([2, 1])), tensor),
+        lambda: encode_frame({"ids": column}, {"tok": tensor}, group_of={"ids": "tok"}),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"integer dtype.*Fix:"):
+            call()
+
+
 def test_lengths_beyond_the_width_clamp_only_when_asked() -> None:
     nested = to_nested_by_length(torch.arange(6).view(2, 3), torch.tensor([9, 1]), strict=False)
     assert [row.tolist() for row in nested.unbind()] == [[0, 1, 2], [3]]
@@ -222,6 +240,15 @@ def test_names_beat_shapes_and_a_guess_warns() -> None:
         pack_jagged_fields(fields, lengths=lengths, token_aligned_fields={"typo"})
     with pytest.raises(ValueError, match="'flat'"):
         pack_jagged_fields({"flat": torch.ones(2)}, lengths=lengths, token_aligned_fields={"flat"})
+
+
+def test_a_guess_warns_once_per_field_whatever_the_widths() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for width in (3, 4, 5, 6):
+            fields = {"grid": torch.ones(2, width, 4), "topk": torch.ones(2, width, 2), "ids": torch.ones(2, width)}
+            pack_jagged_fields(fields, lengths=torch.tensor([width, 1]))
+    assert [str(warning.message).split("'")[1] for warning in caught] == ["grid", "topk"]
 
 
 def test_pack_refuses_what_it_cannot_carry() -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 
 from spanwise.dataplane import (
     CapacityExceeded,
+    ClaimTimeout,
     DataPlaneClient,
     FieldNotReady,
     GetTimeout,
@@ -37,7 +39,7 @@ from tests.dataplane.victim import rollout
 
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cells are counted in one process
 REPOSITORY = Path(__file__).resolve().parents[2]
-EXPECTED_CELLS = 41
+EXPECTED_CELLS = 47
 CELLS: set[str] = set()
 
 TQ = ["tq-columns", "tq-frame"]
@@ -321,7 +323,7 @@ def test_a_full_plane_raises_when_asked_to(arena: PlaneUnderTest, cell: tuple[st
     passed(cell)
 
 
-@cells("capacity-raise", "tq-columns")
+@cells("capacity-raise", *TQ)
 def test_a_full_queue_raises_and_keeps_no_phantom_keys(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
     client, name = prepared(arena, 2 * QUEUE_ROWS)
     ids = [f"s{i}" for i in range(QUEUE_ROWS + 1)]
@@ -330,7 +332,12 @@ def test_a_full_queue_raises_and_keeps_no_phantom_keys(arena: PlaneUnderTest, ce
     assert client.stats()["partitions"][name]["samples"] == 0
     assert client.claim_meta(name, "train", ["reward"], 1, blocking=False) is None
     client.put_samples(ids[:2], name, {"reward": torch.ones(2)})
+    with pytest.raises(CapacityExceeded):
+        client.put_samples(ids[2:], name, {"reward": torch.ones(len(ids) - 2)})
+    assert client.stats()["partitions"][name]["samples"] == 2
+    client.put_samples(ids[:2], name, {"ids": rollout()["ids"]})
     assert client.get_samples(ids[:2], name, ["reward"])["reward"].tolist() == [1, 1]
+    client.clear_samples(None, name)
     passed(cell)
 
 
@@ -358,6 +365,91 @@ def test_a_fast_writer_cannot_outrun_memory(arena: PlaneUnderTest, cell: tuple[s
     writer.join()
     assert seen == [float(i) for i in range(40)]
     assert 0 < most <= limit
+    passed(cell)
+
+
+@cells("slow-reader", *TQ)
+def test_a_fast_writer_is_refused_until_the_queue_is_read(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
+    """The queue refuses and does not wait: a writer that tries again never has more than max_rows samples in it."""
+    each, rounds = QUEUE_ROWS // 3, 5
+    client, name = prepared(arena, each * rounds)
+    refused, held, most = threading.Event(), 0, 0
+    count = threading.Lock()
+
+    def write() -> None:
+        nonlocal held, most
+        for start in range(0, each * rounds, each):
+            ids = [f"s{i}" for i in range(start, start + each)]
+            while True:
+                try:
+                    client.put_samples(ids, name, {"reward": torch.ones(each)})
+                    break
+                except CapacityExceeded:
+                    refused.set()
+                    time.sleep(0.05)
+            with count:
+                held += each
+                most = max(most, held)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert refused.wait(60)
+    for _ in range(rounds):
+        meta = client.claim_meta(name, "train", ["reward"], each, timeout_s=60)
+        assert meta is not None
+        assert int(client.get_data(meta)["reward"].sum()) == each
+        with count:
+            held -= each
+        client.clear_samples(meta.ids, name)
+    writer.join(60)
+    assert client.check_consumption_status(name, ["train"])
+    assert 0 < most <= QUEUE_ROWS
+    passed(cell)
+
+
+@cells("late-claim", *TQ)
+def test_a_claimer_that_times_out_and_tries_again_loses_nothing(
+    arena: PlaneUnderTest, monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str]
+) -> None:
+    """The controller consumes what a claim asks for, whether or not the claimer still waits for its answer."""
+    samples = 16
+    client, name = prepared(arena, samples)
+    writing = arena.open()
+
+    def dribble() -> None:
+        for i in range(samples):
+            writing.put_samples([f"s{i}"], name, {"reward": torch.ones(1)})
+            time.sleep(0.03)
+
+    writer = threading.Thread(target=dribble)
+    queue = client.process.client
+    answers = {"get_meta": queue.get_meta, "kv_retrieve_keys": queue.kv_retrieve_keys}
+    delays = cycle([0.0, 0.15])
+    for method, answer in answers.items():  # every other answer comes when the deadline has passed
+
+        def late(*arguments: Any, answer: Any = answer, **named: Any) -> Any:
+            found = answer(*arguments, **named)
+            time.sleep(next(delays))
+            return found
+
+        monkeypatch.setattr(queue, method, late)
+    writer.start()
+    had: list[str] = []
+    late_answers = 0
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        asked = time.monotonic()
+        try:
+            meta = client.claim_meta(name, "train", ["reward"], 1, timeout_s=0.1)
+        except ClaimTimeout:
+            meta = None
+        except PartitionExhausted:
+            break
+        late_answers += time.monotonic() - asked > 0.1
+        had += meta.ids if meta else []
+    writer.join()
+    assert sorted(had) == sorted(f"s{i}" for i in range(samples))
+    assert late_answers > 0
     passed(cell)
 
 
@@ -444,21 +536,56 @@ def test_nothing_is_left_in_shared_memory(arena: PlaneUnderTest, cell: tuple[str
     passed(cell)
 
 
+def kill_actors(actors: list[Any]) -> None:
+    """SIGKILL to the processes of Ray actors, and wait until the kernel has no such processes any more (they are
+    children of Ray's, whose exit status only Ray can read)."""
+    import ray
+
+    victims = [ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=30) for actor in actors]
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    until = time.monotonic() + 30
+    while any(Path(f"/proc/{victim}").exists() for victim in victims):
+        assert time.monotonic() < until, f"{victims} live on after SIGKILL"
+        time.sleep(0.01)
+
+
 @cells("storage-killed", *TQ)
 def test_a_killed_storage_unit_is_down_within_the_deadline(
     arena: PlaneUnderTest, queue_keeper: QueueKeeper, cell: tuple[str, str]
 ) -> None:
-    import ray
-
     client, name = prepared(arena)
     client.put_samples(["a", "b"], name, rollout())
-    for unit in client.process.interface._TQ_STORAGE["SimpleStorage"].values():
-        os.kill(ray.get(unit.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
-    started = time.monotonic()
+    kill_actors(list(client.process.interface._TQ_STORAGE["SimpleStorage"].values()))
     calls: list[Callable[[], Any]] = [
         lambda: client.get_samples(["a", "b"], name, ["ids"], timeout_s=15),
         lambda: client.put_samples(["a", "b"], name, rollout(), timeout_s=15),
     ]
+    down_then_up_again(calls, arena, queue_keeper, client, name)
+    passed(cell)
+
+
+@cells("controller-killed", "tq-frame")  # both layouts ask it in the same words
+def test_a_killed_controller_is_down_within_the_deadline(
+    arena: PlaneUnderTest, queue_keeper: QueueKeeper, cell: tuple[str, str]
+) -> None:
+    client, name = prepared(arena)
+    client.put_samples(["a", "b"], name, rollout())
+    kill_actors([client.process.interface._TQ_CONTROLLER])
+    calls: list[Callable[[], Any]] = [
+        lambda: client.get_samples(["a", "b"], name, ["ids"], timeout_s=15),
+        lambda: client.put_samples(["a", "b"], name, rollout(), timeout_s=15),
+        lambda: client.claim_meta(name, "train", ["ids"], 1, timeout_s=5),
+    ]
+    down_then_up_again(calls, arena, queue_keeper, client, name)
+    passed(cell)
+
+
+def down_then_up_again(
+    calls: list[Callable[[], Any]], arena: PlaneUnderTest, queue_keeper: QueueKeeper, client: Any, name: str
+) -> None:
+    """Every call is TransportDown, together within 30 s; a queue that is started again takes the samples again."""
+    started = time.monotonic()
     for call in calls:
         with pytest.raises(TransportDown):
             call()
@@ -470,7 +597,27 @@ def test_a_killed_storage_unit_is_down_within_the_deadline(
     again.register_partition(name, ["ids", "reward"], 2, ["train"])
     again.put_samples(["a", "b"], name, rollout())
     assert again.get_samples(["a"], name, ["ids"])["ids"].values().tolist() == [1, 1, 1]
-    passed(cell)
+
+
+def test_the_guide_lists_every_cell() -> None:
+    """The table of docs/guides/transport.md says the same as the tests do, or gives a reason for a gap."""
+    tested: dict[str, set[str]] = {}
+    for test in globals().values():
+        for mark in getattr(test, "pytestmark", ()):
+            if mark.name == "parametrize" and mark.args[0] == "cell":
+                for parameter in mark.args[1]:
+                    fault, kind = parameter.values[0]
+                    tested.setdefault(fault, set()).add(kind)
+    listed: dict[str, set[str]] = {}
+    for line in (REPOSITORY / "docs" / "guides" / "transport.md").read_text().splitlines():
+        entries = [entry.strip() for entry in line.strip("|").split("|")]
+        if len(entries) == 5 and entries[0].startswith("`"):
+            fault, memory, shm, queue, reason = entries
+            listed[fault.strip("`")] = {kind for kind, ran in (("memory", memory), ("shm", shm)) if ran == "yes"} | {
+                kind for kind in TQ if queue in ("yes", kind.removeprefix("tq-"))
+            }
+            assert reason or "–" not in entries, f"{fault}: a gap without a reason"
+    assert listed == tested
 
 
 def test_every_cell_ran(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:

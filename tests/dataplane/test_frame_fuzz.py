@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import struct
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from spanwise.dataplane.errors import CorruptFrame
 from spanwise.dataplane.frame_format import PREFIX, PREFIX_BYTES, align, write_prefix
@@ -100,45 +106,96 @@ def integers(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
         yield path
 
 
-@pytest.mark.parametrize("value", [-1, 0, 1, 2, 63, 64, 65, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 2**64 - 1])
-def test_header_integers_with_valid_checksums(plain_frame: bytes, value: int) -> None:
-    header_bytes = PREFIX.unpack(plain_frame[: PREFIX.size])[3]
-    raw = plain_frame[PREFIX_BYTES : PREFIX_BYTES + header_bytes]
-    tracemalloc.start()
+INTEGERS = [-1, 0, 1, 2, 63, 64, 65, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 2**64 - 1]
+
+
+def header_of(good: bytes) -> bytes:
+    return good[PREFIX_BYTES : PREFIX_BYTES + PREFIX.unpack(good[: PREFIX.size])[3]]
+
+
+def with_integer(good: bytes, value: int) -> Iterator[bytes]:
+    """The frame once for every integer of its header, which is then ``value``."""
+    raw = header_of(good)
     for path in integers(msgspec.msgpack.decode(raw)):
         header = msgspec.msgpack.decode(raw)
         holder = header
         for key in path[:-1]:
             holder = holder[key]
         holder[path[-1]] = value
-        hostile = reheaded(plain_frame, msgspec.msgpack.encode(header))
+        yield reheaded(good, msgspec.msgpack.encode(header))
+
+
+def with_header_bytes(good: bytes) -> Iterator[bytes]:
+    """The frame with one byte of its header changed: to the markers that promise most, and by chance."""
+    raw = header_of(good)
+    chance = random.Random(0)
+    for place in range(len(raw)):
+        for byte in (0xDD, 0xDF, chance.randrange(256)):
+            damaged = bytearray(raw)
+            damaged[place] = byte
+            yield reheaded(good, bytes(damaged))
+
+
+def refusals(frames: Iterator[bytes]) -> int:
+    """How many of the frames are corrupt; the others are read to their last byte."""
+    refused = 0
+    for hostile in frames:
         try:
             touch(hostile)
-        except CorruptFrame:
-            continue
+        except CorruptFrame as problem:
+            if isinstance(problem.__cause__, MemoryError):
+                raise
+            refused += 1
+    return refused
+
+
+@pytest.mark.parametrize("value", INTEGERS)
+def test_header_integers_with_valid_checksums(plain_frame: bytes, value: int) -> None:
+    tracemalloc.start()
+    refusals(with_integer(plain_frame, value))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4 << 20
 
 
 def test_header_bytes_with_valid_checksums(plain_frame: bytes) -> None:
-    header_bytes = PREFIX.unpack(plain_frame[: PREFIX.size])[3]
-    raw = plain_frame[PREFIX_BYTES : PREFIX_BYTES + header_bytes]
-    chance = random.Random(0)
     tracemalloc.start()
-    refused = 0
-    for place in range(len(raw)):
-        for byte in (0xDD, 0xDF, chance.randrange(256)):
-            damaged = bytearray(raw)
-            damaged[place] = byte
-            try:
-                touch(reheaded(plain_frame, bytes(damaged)))
-            except CorruptFrame:
-                refused += 1
+    refused = refusals(with_header_bytes(plain_frame))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert refused > len(raw)
+    assert refused > len(header_of(plain_frame))
     assert peak < 4 << 20
+
+
+ROOM = 64 << 20
+
+
+def fuzz_in_little_memory() -> None:
+    """All of the fuzz where the kernel refuses memory, torch's included: the test below runs it in its own process."""
+    good = bytes(encode_frame(**rollout()))
+    touch(good)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ROOM,) * 2)
+    with pytest.raises(RuntimeError, match="memory"):
+        torch.empty(2 * ROOM, dtype=torch.uint8)
+    refused = sum(refusals(with_integer(good, value)) for value in INTEGERS) + refusals(with_header_bytes(good))
+    flipped = (good[:place] + bytes([good[place] ^ 0xFF]) + good[place + 1 :] for place in range(len(good)))
+    print(refused + refusals(flipped))
+
+
+def test_no_fuzz_asks_the_kernel_for_memory() -> None:
+    """tracemalloc does not see what torch allocates: here every allocation counts."""
+    code = "from tests.dataplane import test_frame_fuzz; test_frame_fuzz.fuzz_in_little_memory()"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 1000
 
 
 @pytest.mark.parametrize("total", [0, 32, 63, 2**31, 2**63, 2**64 - 1])

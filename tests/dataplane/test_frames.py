@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -172,6 +174,36 @@ def test_a_newer_version_says_so() -> None:
     buffer[:PREFIX_BYTES] = prefix + struct.pack("<I", zlib.crc32(prefix))
     with pytest.raises(CorruptFrame, match="version 2"):
         decode_frame(buffer)
+
+
+def test_a_copy_protects_read_only_bytes() -> None:
+    data = bytes(encode_frame({"ids": torch.zeros(3)}))
+    frame = decode_frame(bytearray(data))
+    frame.values("ids")[0] = 7
+    assert frame.values("ids").tolist() == [7, 0, 0]
+    assert decode_frame(data).values("ids").tolist() == [0, 0, 0]
+
+
+def listed_bytes() -> bytes:
+    """The example of docs/wire-format.md, read as its reader reads it: place, bytes or ``00 × n``, words."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "wire-format.md").read_text()
+    listing = page.split("## An example")[1].split("```")[1].strip()
+    listed = bytearray()
+    for line in listing.splitlines():
+        place, said = re.split(r" {2,}", line)[:2]
+        assert int(place, 16) == len(listed), line
+        zeros = re.fullmatch(r"00 × (\d+)", said)
+        listed += bytes(int(zeros[1])) if zeros else bytes.fromhex(said)
+    return bytes(listed)
+
+
+def test_the_listing_in_the_docs_is_a_frame() -> None:
+    listed = listed_bytes()
+    assert listed == bytes.fromhex(RECORDED)
+    frame = decode_frame(listed)
+    assert [frame.row(row)["ids"].tolist() for row in range(2)] == [[1, 2], [3]]
+    assert [frame.row(row)["info"] for row in range(2)] == ["a", None]
+    assert frame.tags == [{"n": 0}, {"n": 1}]
 
 
 def test_version_1_stays_readable() -> None:

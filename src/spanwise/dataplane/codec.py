@@ -146,7 +146,8 @@ def pack_jagged_fields(
         fields: name → tensor (rectangular or nested) or ``ndarray(dtype=object)``; N rows each.
         lengths: int [N]; None leaves every rectangle as it is and takes N from the columns.
         token_aligned_fields: the per-token columns by name (an empty set: none). None falls back on the shape
-            heuristic of :func:`maybe_pack_jagged` and warns when that cuts a column of three or more dimensions.
+            heuristic of :func:`maybe_pack_jagged` and warns, once per field, when that cuts a column of three or more
+            dimensions.
 
     Returns:
         A TensorDict of batch size [N] ([0] when there is neither a column nor a length).
@@ -297,8 +298,19 @@ def object_array(items: Sequence[Any]) -> np.ndarray:
     return column
 
 
-def _checked_lengths(lengths: Tensor, width: int, strict: bool) -> list[int]:
+def whole_lengths(lengths: Tensor) -> list[int]:
+    """Row lengths as Python integers; a dtype that is not of integers is refused, since 2.9 tokens are no length."""
+    if lengths.numel() and (lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool):
+        raise ValueError(
+            f"lengths are of dtype {lengths.dtype}; expected an integer dtype. They were probably computed by a "
+            "division or a mean, or a mask was passed. Fix: count tokens, e.g. mask.sum(1), which is int64."
+        )
     counts: list[int] = lengths.tolist()
+    return counts
+
+
+def _checked_lengths(lengths: Tensor, width: int, strict: bool) -> list[int]:
+    counts = whole_lengths(lengths)
     for row, count in enumerate(counts):
         if count < 0:
             raise ValueError(
@@ -311,11 +323,11 @@ def _checked_lengths(lengths: Tensor, width: int, strict: bool) -> list[int]:
                 "was probably truncated after its lengths were taken. Fix: recompute the lengths, or pass strict=False "
                 "to clamp them."
             )
-    return [min(int(count), width) for count in counts]
+    return [min(count, width) for count in counts]
 
 
 def _longest(lengths: Tensor) -> int:
-    return int(lengths.max()) if lengths.numel() else 0
+    return max(whole_lengths(lengths), default=0)
 
 
 def _looks_per_token(val: Tensor, lengths: Tensor) -> bool:
@@ -324,9 +336,10 @@ def _looks_per_token(val: Tensor, lengths: Tensor) -> bool:
 
 def _nested_of(val: Tensor, lengths: Tensor) -> Tensor:
     _, counts = nested_parts(val)
-    if counts != lengths.tolist():
+    wanted = whole_lengths(lengths)
+    if counts != wanted:
         raise ValueError(
-            f"a nested column has row lengths {counts[:5]}… where the batch says {lengths.tolist()[:5]}…; expected "
+            f"a nested column has row lengths {counts[:5]}… where the batch says {wanted[:5]}…; expected "
             "equal lengths. The column probably belongs to another batch or to other tokens (a teacher's). "
             "Fix: pack it with its own lengths."
         )
@@ -346,7 +359,8 @@ def _pack_by_name(name: str, column: Tensor, lengths: Tensor) -> Tensor:
 def _warn_of_a_guess(name: str, column: Tensor, lengths: Tensor) -> None:
     if not column.is_nested and column.dim() >= 3 and _looks_per_token(column, lengths):
         warnings.warn(
-            f"field '{name}' of shape {tuple(column.shape)} was cut to the row lengths because its second dimension "
+            # Without the shape, which differs by batch: Python shows a message once per line of the caller's.
+            f"field '{name}' of {column.dim()} dimensions was cut to the row lengths because its second dimension "
             "equals the longest row. If it holds a top-k or a grid, data was lost: name the per-token columns in "
             "token_aligned_fields.",
             UserWarning,

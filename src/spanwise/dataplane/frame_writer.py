@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
-from spanwise.dataplane.codec import nested_parts
+from spanwise.dataplane.codec import nested_parts, whole_lengths
 from spanwise.dataplane.frame_format import (
     PREFIX_BYTES,
     Group,
@@ -97,7 +98,7 @@ class FrameWriter:
         self.group_of = group_of
         self.checksums = checksums
         self.lengths: dict[str, list[int]] = {
-            name: [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+            name: whole_lengths(lengths if isinstance(lengths, Tensor) else torch.tensor(list(lengths)))
             for name, lengths in (groups or {}).items()
         }
         self.declared = list(self.lengths)  # a group that a nested column founds never draws a rectangle in

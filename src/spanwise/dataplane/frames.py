@@ -197,8 +197,8 @@ def decode_frame(buffer: Any) -> Frame:
     """A Frame over ``buffer`` (any bytes-like object), without a copy.
 
     Every size is checked before anything is allocated; offsets and objects are checked against their checksums.
-    The views keep the buffer alive and are as writable as it is: torch has no read-only tensors, so writing into a
-    tensor over read-only bytes is undefined; the arrays of ``Frame.values(...).numpy()`` share that caveat.
+    The views keep the buffer alive. torch has no read-only tensors: over ``bytes`` they look writable, and writing
+    changes the bytes object (over a read-only map it ends the process). Decode ``bytearray(data)`` to write.
 
     Raises:
         CorruptFrame: with the byte offset and section.

@@ -18,6 +18,9 @@ from spanwise.dataplane.errors import ClaimTimeout, DataPlaneError, GetTimeout, 
 from spanwise.dataplane.schema import Field
 from spanwise.dataplane.transports.queue_process import QueueProcess
 
+CLAIM_GRACE_S = 10.0
+"""How long a claim that was sent may run past the caller's deadline: once the controller has it, it consumes."""
+
 
 class QueueCalls:
     """See the module."""
@@ -37,10 +40,26 @@ class QueueCalls:
             raise
 
     def fetch(self, partition: str, task: str, fields: list[str], count: int, deadline: float) -> Any:
-        meta = self.call(
-            lambda q: q.get_meta(fields, count, partition, mode="fetch", task_name=task), deadline, ClaimTimeout
-        )
-        return meta if meta is not None and meta.size else None
+        """``count`` samples with their keys, or None when fewer are ready. They are consumed when the controller has
+        the request, so a request that was sent is waited for beyond the deadline: to abandon it is to lose them."""
+        grace = max(deadline, time.monotonic() + CLAIM_GRACE_S)
+
+        def consume(q: Any) -> Any:
+            meta = q.get_meta(fields, count, partition, mode="fetch", task_name=task)
+            return (
+                (meta, q.kv_retrieve_keys(list(meta.global_indexes), partition))
+                if meta is not None and meta.size
+                else None
+            )
+
+        try:
+            return self.call(consume, grace, ClaimTimeout)
+        except ClaimTimeout as problem:
+            raise TransportDown(
+                f"the queue did not answer a claim of task '{task}' on partition '{partition}' within "
+                f"{CLAIM_GRACE_S:g} s beyond its deadline. Its controller probably hangs, and may count up to {count} "
+                "samples as consumed that nobody had. Fix: start the queue again and put the samples again."
+            ) from problem
 
     def consumed(self, partition: str, task: str, deadline: float) -> tuple[Tensor, Tensor]:
         where, status = self.call(lambda q: q.get_consumption_status(task, partition), deadline, GetTimeout)

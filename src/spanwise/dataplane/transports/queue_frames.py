@@ -4,6 +4,9 @@ A put writes its frame under a key of its own into a side partition, then marks 
 and stores (frame, row) with each mark: all of it becomes visible with the marks. A frame goes when no sample points to
 it any more; only frames that a clear or a re-put has just let go are looked at, so a frame on its way in is safe.
 Clearing costs one pass over the partition's keys.
+
+To the queue a frame is one row, however many samples it holds: ``max_rows`` is counted here, in samples, as the other
+transports count it. With that limit a put costs one round trip per partition more.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 
 from spanwise.batch import BatchedDataDict
 from spanwise.dataplane.assemble import read_cells
-from spanwise.dataplane.errors import GetTimeout, PutTimeout, SampleNotFound
+from spanwise.dataplane.errors import CapacityExceeded, GetTimeout, PutTimeout, SampleNotFound
 from spanwise.dataplane.frame_writer import FrameWriter
 from spanwise.dataplane.frames import decode_frame
 from spanwise.dataplane.ragged import tensor_over
@@ -34,6 +37,22 @@ class QueueFrames:
     def __init__(self, calls: QueueCalls, registry: QueueRegistry) -> None:
         self.calls = calls
         self.registry = registry
+
+    def check_room(self, partition: str, rows: int, deadline: float) -> None:
+        """CapacityExceeded when the partitions of frames hold more samples than the queue may have rows. ``rows`` new
+        keys of the caller's are among them already, so that two writers at once cannot pass the limit together."""
+        limit = self.calls.process.max_rows
+        if limit is None or not rows:
+            return
+        found = self.calls.call(lambda q: q.get_partition_list(), deadline, PutTimeout)
+        places = {name.removeprefix(FRAMES) for name in found if name.startswith(FRAMES)} | {partition}
+        held = sum(len(self.calls.consumed(place, "spanwise", deadline)[0]) for place in places)
+        if held > limit:
+            raise CapacityExceeded(
+                f"a put of {rows} new samples into partition '{partition}' would make {held} in frames, where the "
+                f"queue may hold max_rows={limit}. Consumers probably never clear. Fix: clear_samples after use, or "
+                "start the queue with a larger max_rows."
+            )
 
     def put(self, partition: str, meta: Any, frame: FrameWriter, schemas: list[Field], deadline: float) -> None:
         """The frame first, then tags, then the fields' marks, which make it visible at once."""

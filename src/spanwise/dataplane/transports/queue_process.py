@@ -83,6 +83,12 @@ class QueueProcess:
                 "controller. Fix: start it with polling_mode=True, or let open_client start it."
             )
 
+    @property
+    def max_rows(self) -> int | None:
+        """What the queue was started with; None where it may grow without limit."""
+        limit: int | None = self.config.backend.SimpleStorage.total_storage_size
+        return limit
+
     def call(self, function: Callable[[], Any], deadline: float, error: type[DataPlaneError]) -> Any:
         """``function()`` in a thread of its own. Past the deadline it is left behind and ``error`` is raised; a storage
         unit or controller that no longer listens is TransportDown at once."""

@@ -136,6 +136,7 @@ class TransferQueueClient:
                 self.calls.call(lambda q: q.set_custom_meta(meta), deadline, PutTimeout)
                 self.calls.call(lambda q: q.put(payload, meta), deadline, PutTimeout)
             elif columns:
+                self.frames.check_room(partition, len(names) - len(before), deadline)
                 self.frames.put(partition, meta, payload, schemas, deadline)
             else:
                 self.calls.call(lambda q: q.set_custom_meta(meta), deadline, PutTimeout)
@@ -198,28 +199,24 @@ class TransferQueueClient:
         registration.ledger.cursor(partition, task)
         fields, nap = list(required_fields), 0.005
         while True:
-            meta = self.calls.fetch(partition, task, fields, batch_size, deadline)
-            if meta is None:
+            claimed = self.calls.fetch(partition, task, fields, batch_size, deadline)
+            if claimed is None:
                 try:
-                    meta = self._fetch_fewer(registration, partition, task, fields, batch_size, least, deadline)
+                    claimed = self._fetch_fewer(registration, partition, task, fields, batch_size, least, deadline)
                 except GetTimeout as late:
                     raise ClaimTimeout(f"a claim of task '{task}' on partition '{partition}': {late}") from late
-            if meta is not None:
-                keys = self.calls.call(
-                    lambda q, found=meta: q.kv_retrieve_keys(list(found.global_indexes), partition),
-                    deadline,
-                    ClaimTimeout,
-                )
+            if claimed is not None:
+                meta, keys = claimed
                 return self._meta(partition, keys, meta.custom_meta, fields, task)
             if not blocking:
                 return None
-            if time.monotonic() >= deadline:
+            time.sleep(min(nap, max(deadline - time.monotonic(), 0.0)))
+            nap = min(2 * nap, _LONGEST_NAP_S)
+            if time.monotonic() >= deadline:  # no fetch begins so late: it would only be a late answer
                 raise ClaimTimeout(
                     f"task '{task}' waited {timeout_s:g} s for {least} samples of partition '{partition}' with "
                     f"{fields}. Their producers are probably slower, or gone. Fix: wait longer, or lower min_batch."
                 )
-            time.sleep(min(nap, max(deadline - time.monotonic(), 0.0)))
-            nap = min(2 * nap, _LONGEST_NAP_S)
 
     def get_data(self, meta: BatchMeta, select_fields: Sequence[str] | None = None) -> BatchedDataDict:
         return self.get_samples(meta.ids, meta.partition, meta.fields if select_fields is None else select_fields)
