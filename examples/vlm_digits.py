@@ -1,7 +1,7 @@
 """A vision-language model in a plain loop: VLMCollator, a Qwen2.5-VL of random weights, scikit-learn's digits.
 
-Run: python examples/vlm_digits.py [STEPS]. It needs pip install 'spanwise[vlm]' scikit-learn and about a minute on two
-cores. The same run from a recipe: spanwise train recipes/vlm-digits.yaml.
+Run: python examples/vlm_digits.py [STEPS]. It needs pip install 'spanwise[vlm]' scikit-learn and one to five minutes
+on two cores. The same run from a recipe: spanwise train recipes/vlm-digits.yaml.
 """
 
 from __future__ import annotations

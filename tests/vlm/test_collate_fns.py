@@ -151,6 +151,19 @@ def test_qwen_call_style_and_no_cast() -> None:
     assert batch["pixel_values"].dtype == torch.float32
 
 
+def test_llava_onevision() -> None:
+    duck = Duck()
+    collate_fns.llava_onevision_collate_fn(rows(chat("what", "a cat", IMAGE)), duck)
+    assert duck.calls[0]["images"] == [IMAGE]
+    assert duck.calls[0]["do_sample_frames"] is False
+    processor = processors.build("llava_onevision")
+    batch = collate_fns.llava_onevision_collate_fn(rows(chat("what", "a cat", IMAGE, IMAGE), chat("x", "y")), processor)
+    assert batch["pixel_values"].dtype == torch.float32
+    assert batch["n_images_per_sample"].tolist() == [2, 0]
+    assert batch["batch_num_images"].tolist() == [2]  # the processor counts rows that have any
+    assert processor.tokenizer.decode(batch["labels"][0][batch["labels"][0] != -100]) == "a cat<|im_end|>"
+
+
 def test_qwen3_omni(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collate_fns, "HAVE_QWEN_OMNI_UTILS", False)
     with pytest.raises(ImportError, match=r"qwen_omni_utils.*Fix: pip install"):
@@ -175,19 +188,24 @@ def test_qwen3_omni(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_phi4_modes() -> None:
     class Phi(Duck):
         def extra(self, options: dict[str, Any]) -> dict[str, Any]:
-            return {
-                "input_audio_embeds": torch.ones(1, 4),
-                "image_sizes": torch.ones(1, 2),
-                "input_image_embeds": torch.ones(1),
-            }
+            made = {"image_sizes": torch.ones(1, 2), "image_attention_mask": torch.ones(1, 2)}
+            if "audios" in options:
+                made["input_audio_embeds"] = torch.ones(1, 4)
+            if "images" in options:
+                made["input_image_embeds"] = torch.ones(1)
+            return made
 
     duck = Phi()
+    heard = {"audio": {"array": [0.0, 1.0], "sampling_rate": 16_000}}
+    for images, sound, mode in (((), {}, 0), ((IMAGE,), {}, 1), ((), heard, 2), ((IMAGE,), heard, 3)):
+        made = collate_fns.phi4_mm_collate_fn([{"conversation": chat("x", "y", *images)} | sound], duck)
+        assert made["input_mode"] == mode
+        assert not {"image_sizes", "image_attention_mask", "input_image_embeds"} & set(made)
+    duck.calls.clear()
     example = {"conversation": chat("listen", "a bell"), "audio": {"array": [0.0, 1.0], "sampling_rate": 16_000}}
     batch = collate_fns.phi4_mm_collate_fn([example], duck)
     assert duck.calls[0]["audios"] == [([0.0, 1.0], 16_000)]
-    assert batch["input_mode"] == 3
-    assert "image_sizes" not in batch
-    assert "input_image_embeds" not in batch
+    assert batch["input_mode"] == 2
     assert spelled(duck, batch["labels"][0]) == "a bell <eos>"
     silent = collate_fns.phi4_mm_collate_fn(rows(chat("read", "ok")), Duck())
     assert silent["input_mode"] == 0
@@ -302,10 +320,29 @@ def test_gemma4_prefix_is_seen_and_not_trained_on() -> None:
         assert batch["labels"][row, place - 1 : place - 1 + len(prefix)].tolist() == [-100] * len(prefix)
         trained = batch["labels"][row][batch["labels"][row] != -100]
         assert trained.tolist() == plain["labels"][row][plain["labels"][row] != -100].tolist()
-    grown = collate_fns._inject_thinking_prefix_tokens(
+    untouched = collate_fns._inject_thinking_prefix_tokens(
         {"input_ids": torch.tensor([[5, 6]]), "other": torch.ones(1, 2).long()}, processor.tokenizer
     )
-    assert grown["input_ids"].tolist() == [[5, 6]]
+    assert untouched["input_ids"].tolist() == [[5, 6]]
+
+
+def test_gemma4_prefix_grows_every_table_of_integers_with_zeros() -> None:
+    tokenizer = processors.build("gemma4").tokenizer
+    prefix = tokenizer.encode(collate_fns._GEMMA4_THINKING_PREFIX, add_special_tokens=False)
+    turn = tokenizer.encode(collate_fns._GEMMA4_MODEL_TURN, add_special_tokens=False)
+    ids = torch.tensor([[5, *turn, 6]])
+    batch = {
+        "input_ids": ids, "some_places": torch.full_like(ids, 9), "seen": torch.ones_like(ids, dtype=torch.bool),
+        "scores": torch.ones(ids.shape), "other_width": torch.ones(1, 2, dtype=torch.int64),
+    }  # fmt: skip
+    grown = collate_fns._inject_thinking_prefix_tokens(batch, tokenizer)
+    at = 1 + len(turn)
+    assert grown["input_ids"].tolist() == [[5, *turn, *prefix, 6]]
+    assert grown["some_places"].tolist() == [[9] * at + [0] * len(prefix) + [9]]
+    assert grown["seen"].tolist() == [[True] * at + [False] * len(prefix) + [True]]
+    assert grown["scores"] is batch["scores"]
+    assert grown["other_width"] is batch["other_width"]
+    assert batch["some_places"].tolist() == [[9] * (at + 1)]
 
 
 def test_the_collator_with_ducks() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,22 +21,69 @@ from spanwise.vlm.collate_fns import (
     _extract_image_config,
     default_collate_fn,
 )
-from spanwise.vlm.tokens import expand_image_tokens, media_token_ids
+from spanwise.vlm.tokens import _estimated_length, expand_image_tokens, media_token_ids
 from tests.vlm import processors
 from tests.vlm.test_collate_fns import chat, rows
 
 IMAGE = Image.new("RGB", (60, 40), (10, 200, 30))
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "LA", "1", "CMYK", "I;16"])
+@pytest.mark.parametrize("mode", ["RGBA", "L", "P", "LA", "1", "CMYK"])
 def test_every_mode_becomes_rgb_and_the_caller_keeps_his(mode: str) -> None:
-    image = Image.new(mode, (60, 40))
+    image = Image.new("RGB", (60, 40), (10, 200, 30)).convert(mode)
     examples = rows(chat("what", "a cat", image))
-    before = copy.copy(examples[0]["conversation"][0]["content"])
-    batch = VLMCollator(processors.build("qwen2_5_vl"))(examples)
-    assert batch["image_grid_thw"].shape == (1, 3)
-    assert examples[0]["conversation"][0]["content"] == before
+    part = examples[0]["conversation"][0]["content"][0]
+    collator = VLMCollator(processors.build("qwen2_5_vl"))
+    batch = collator(examples)
+    assert part == {"type": "image", "image": image}
+    assert part["image"] is image
     assert image.mode == mode
+    expected = collator(rows(chat("what", "a cat", image.convert("RGB"))))
+    assert torch.equal(batch["pixel_values"], expected["pixel_values"])
+    assert not torch.equal(
+        expected["pixel_values"], collator(rows(chat("x", "y", Image.new("RGB", (60, 40)))))["pixel_values"]
+    )
+
+
+def pixels_of(image: Any) -> torch.Tensor:
+    return VLMCollator(processors.build("qwen2_5_vl"))(rows(chat("what", "a cat", image)))["pixel_values"]
+
+
+def test_sixteen_bits_are_scaled_and_other_ranges_refused() -> None:
+    """Pillow alone would make white of the first and black of the last, without a word."""
+    grey = pixels_of(Image.new("L", (60, 40), 0x80))
+    assert torch.equal(pixels_of(Image.new("I;16", (60, 40), 0x80FF)), grey)
+    for image in (Image.new("I", (60, 40), 30_000), Image.new("F", (60, 40), 0.5)):
+        with pytest.raises(ValueError, match=rf"row 1: an image has mode '{image.mode}', 32 bits per pixel"):
+            VLMCollator(processors.build("qwen2_5_vl"))(rows(chat("x", "y", IMAGE), chat("x", "y", image)))
+
+
+def test_arrays_and_bytes_are_read_where_their_numbers_have_one_meaning() -> None:
+    noise = Image.effect_noise((60, 40), 60)
+    expected = pixels_of(noise)
+    plane = np.asarray(noise)
+    file = io.BytesIO()
+    noise.save(file, "PNG")
+    three = np.stack([plane] * 3)
+    for image in (plane, plane[..., None], three, np.moveaxis(three, 0, -1), torch.from_numpy(three), file.getvalue()):
+        assert torch.equal(pixels_of(image), expected), type(image)
+    for image, named in (
+        (plane / 255, "a ndarray of shape (40, 60) and type float64"),
+        (np.zeros((2, 4, 4, 3), np.uint8), "a ndarray of shape (2, 4, 4, 3) and type uint8"),
+        (7, "a int;"),
+        (b"no image", "in 8 bytes cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=rf"row 1: .*{re.escape(named)}"):
+            VLMCollator(processors.build("qwen2_5_vl"))(rows(chat("x", "y", IMAGE), chat("x", "y", image)))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_an_image_that_was_opened_and_is_cut_off_is_named(mode: str) -> None:
+    file = io.BytesIO()
+    Image.effect_noise((60, 40), 60).convert(mode).save(file, "PNG")
+    opened = Image.open(io.BytesIO(file.getvalue()[:400]))
+    with pytest.raises(ValueError, match=rf"row 1: the image of mode '{mode}' cannot be read"):
+        VLMCollator(processors.build("qwen2_5_vl"))(rows(chat("x", "y", IMAGE), chat("x", "y", opened)))
 
 
 def test_files_are_opened_and_unreadable_ones_named(tmp_path: Path) -> None:
@@ -52,19 +102,86 @@ def test_files_are_opened_and_unreadable_ones_named(tmp_path: Path) -> None:
             collator(rows(chat("what", "a cat", IMAGE), chat("what", "a cat", str(path))))
 
 
-def test_placeholders_and_images_must_agree_row_by_row() -> None:
-    collator = VLMCollator(processors.build("qwen2_5_vl"))
-    with pytest.raises(ValueError, match=r"row 1 renders 1 placeholders '<.image_pad.>' and brings 0 images"):
-        collator(rows(chat("x", "y", IMAGE), chat("type <|image_pad|>", "y")))
-    empty = chat("x", "y")
-    empty[0]["content"].insert(0, {"type": "image"})
-    with pytest.raises(ValueError, match=r"row 0 renders 1 placeholders .* and brings 0 images"):
-        collator(rows(empty))
-    hidden = processors.build("qwen2_5_vl")
-    silent = copy.copy(hidden)
-    silent.chat_template = hidden.chat_template.replace("<|image_pad|>", "")
-    with pytest.raises(ValueError, match=r"row 0 renders 0 placeholders .* and brings 1 images"):
-        VLMCollator(silent)(rows(chat("x", "y", IMAGE)))
+MEDIA: dict[str, Any] = {"image": IMAGE, "video": [IMAGE] * 2, "audio": np.zeros(3200, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("name", processors.REAL)
+def test_media_and_placeholders_must_agree_row_by_row(name: str) -> None:
+    """Of each kind: a part without its medium, a medium that the template prints nothing for, a typed placeholder."""
+    processor = processors.build(name)
+    silent = copy.copy(processor)
+    silent.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
+    )
+    for kind, medium in MEDIA.items():
+        brings = chat("x", "y")
+        brings[0]["content"].insert(0, {"type": kind, kind: medium})
+        word = getattr(processor, f"{kind}_token", None)
+        refused = rf"row 1 (renders 0 placeholders .* and brings 1 {kind}s|brings media of type '{kind}')"
+        with pytest.raises(ValueError, match=refused):
+            VLMCollator(silent, allow_unlabelled=True, labels="template")(rows(chat("x", "y"), brings))
+        if word is None:
+            with pytest.raises(ValueError, match=rf"row 1 brings media of type '{kind}'"):
+                VLMCollator(processor)(rows(chat("x", "y"), brings))
+            with pytest.raises(ValueError, match=rf"row 1 has 1 {kind} parts and brings 0"):
+                VLMCollator(processor)(rows(chat("x", "y"), [{**brings[0], "content": [{"type": kind}]}, brings[1]]))
+            continue
+        with pytest.raises(ValueError, match=rf"row 1 renders 1 placeholders {re.escape(repr(word))} and brings 0"):
+            VLMCollator(processor)(rows(chat("x", "y"), chat(f"type {word}", "y")))
+        empty = chat("x", "y")
+        empty[0]["content"].insert(0, {"type": kind})
+        with pytest.raises(ValueError, match=r"row 0 (renders 1 placeholders .* and|has 1 \w+ parts and) brings 0"):
+            VLMCollator(processor)(rows(empty))
+
+
+def test_media_of_a_tokenizer_and_an_audio_column_are_refused_too() -> None:
+    tokenizer = copy.copy(processors.build("qwen2_5_vl").tokenizer)
+    tokenizer.chat_template = processors.build("qwen2_5_vl").chat_template
+    with pytest.raises(ValueError, match=r"row 0 brings media of type 'image' to a \w+; expected a processor"):
+        VLMCollator(tokenizer)(rows(chat("x", "y", IMAGE)))
+    heard = {"conversation": chat("x", "y"), "audio": MEDIA["audio"]}
+    with pytest.raises(ValueError, match="row 0 brings media of type 'audio' to a LlavaProcessor"):
+        VLMCollator(processors.build("llava"))([heard])
+
+
+def heard_frames(name: str, audio: Any, *, as_part: bool) -> torch.Tensor:
+    conversation = chat("x", "y")
+    conversation[0]["content"].insert(0, {"type": "audio", "audio": audio} if as_part else {"type": "audio"})
+    row = {"conversation": conversation} | ({} if as_part else {"audio": audio})
+    return VLMCollator(processors.build(name))([row])["input_features"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_omni", "gemma4"])
+def test_audio_is_heard_at_the_extractor_s_rate(name: str) -> None:
+    """Half a second is half a second, whatever the rate it was sampled at and wherever the row brings it."""
+    time = np.arange(8000) / 16_000
+    wave = np.sin(2 * np.pi * 300 * time).astype(np.float32)
+    frames = heard_frames(name, wave, as_part=True)
+    slow = {"array": wave[::2], "sampling_rate": 8000}
+    for as_part in (True, False):
+        for audio in (slow, (wave[::2], 8000), {"array": wave, "sampling_rate": 16_000}, wave.tolist()):
+            again = heard_frames(name, audio, as_part=as_part)
+            assert again.shape == frames.shape
+            assert (again - frames).abs().median() < 0.05
+    loud = (wave * 32_767).astype(np.int16)
+    assert (heard_frames(name, loud, as_part=True) - frames).abs().median() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("audio", "named"),
+    [
+        ({"array": np.zeros(9)}, "a dict with ['array']"),
+        (np.zeros((2, 900), np.float32), "a ndarray of shape (2, 900)"),
+        (np.zeros(0, np.float32), "a ndarray of shape (0,)"),
+        ((np.zeros(9), -1), "a sampling rate of -1"),
+        ({"path": "x.wav"}, "a dict with ['path']"),
+    ],
+)
+def test_audio_that_cannot_be_heard_names_its_row(audio: Any, named: str) -> None:
+    conversation = chat("x", "y")
+    conversation[0]["content"].insert(0, {"type": "audio", "audio": audio})
+    with pytest.raises(ValueError, match=rf"row 1: its audio is {re.escape(named)}"):
+        VLMCollator(processors.build("qwen3_omni"))(rows(chat("x", "y"), conversation))
 
 
 def test_typed_special_tokens_are_reported_or_broken_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,6 +204,9 @@ def test_bad_rows_are_named() -> None:
         collator(rows(chat("x", "y"), question))
     with pytest.raises(ValueError, match=r"row 0 has keys \['messages'\] and no 'conversation'"):
         collator([{"messages": question}])
+    for conversation, given in (("hello", "a str"), (["hello"], r"a list of \['str'\]")):
+        with pytest.raises(ValueError, match=rf"row 1: its conversation is {given}; expected a list of messages"):
+            collator(rows(chat("x", "y"), conversation))
     with pytest.raises(ValueError, match="a batch of 0 rows"):
         collator([])
     assert (VLMCollator(processors.build("qwen2_5_vl"), allow_unlabelled=True)(rows(question))["labels"] == -100).all()
@@ -131,15 +251,50 @@ def test_a_cut_that_leaves_no_label_is_an_error() -> None:
         VLMCollator(processors.build("gemma3"), max_length=20)(long)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "gemma3"])
+SIZES = [(60, 40), (30, 90), (300, 20), (113, 200)]
+
+
+@pytest.mark.parametrize("name", processors.REAL)
 def test_estimates_are_the_processor_s_own(name: str) -> None:
+    """Exact up to the marks that frame an image, and never above what a row has: one image and several."""
     processor = processors.build(name)
-    conversation = chat("what", "a cat", Image.new("RGB", (90, 30)), Image.new("RGB", (28, 28)))
-    batch = VLMCollator(processor)(rows(conversation))
-    runs = int(torch.isin(batch["input_ids"], torch.tensor(sorted(_run_ids(processor)))).sum())
-    assert _estimate_media_tokens(conversation, processor) == runs - 2
+    frame = {"gemma3": 6, "gemma4": 2}.get(name, 0)
+    for sizes in ([SIZES[0]], [SIZES[1]], SIZES[1:], [*SIZES, (28, 28)]):
+        conversation = chat("what", "a cat", *(Image.new("RGB", size) for size in sizes))
+        batch = VLMCollator(processor)(rows(conversation))
+        true = batch["input_ids"].shape[1] + 1
+        assert _estimated_length(conversation, processor) + frame * len(sizes) == true
+        assert _estimate_media_tokens(conversation, processor) < true
     assert _estimate_media_tokens(chat("what", "x", "no such file.png"), processor) == 0
     assert _extract_image_config(object()) is None
+
+
+def test_image_config_says_what_there_is() -> None:
+    qwen = _extract_image_config(processors.build("qwen2_5_vl"))
+    assert qwen == {"patch_size": 14, "merge_size": 2, "factor": 28, "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 16}
+    for name in ("idefics3", "llava"):  # edges are no numbers of pixels
+        assert set(_extract_image_config(processors.build(name)).values()) == {None}
+
+    class Remote:
+        class image_processor:
+            patch_size = {"height": 16, "width": 16}
+
+    assert _extract_image_config(Remote()) == dict.fromkeys(qwen) | {"patch_size": 16}
+    assert _estimate_media_tokens(chat("x", "y", IMAGE), Remote()) == 0
+    Remote.image_processor.merge_size, Remote.image_processor.min_pixels = 2, 28 * 28
+    Remote.image_processor.max_pixels = 28 * 28 * 16
+    assert _estimate_media_tokens(chat("x", "y", Image.new("RGB", (64, 96))), Remote()) == 2 * 3 - 1
+
+
+@pytest.mark.parametrize("name", processors.REAL)
+def test_a_row_that_fits_is_never_left_out(name: str) -> None:
+    processor = processors.build(name)
+    for images in ([(60, 40)], [(60, 40), (30, 90)]):
+        conversation = chat("what is it?", "a cat", *(Image.new("RGB", size) for size in images))
+        size = VLMCollator(processor)(rows(conversation))["input_ids"].shape[1] + 1
+        collator = VLMCollator(processor, max_length=size, drop_overlong=True)
+        assert "left_out" not in collator(rows(conversation))
+        assert collator(rows(chat("x", "y"), [*conversation, *conversation]))["left_out"] == {"overlong": 1}
 
 
 def _run_ids(processor: Any) -> set[int]:

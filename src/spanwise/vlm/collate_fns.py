@@ -178,10 +178,15 @@ def kimi_k25_vl_collate_fn(
     """Kimi-K2.5: one call per sample, placeholders expanded from the grid, every row padded to ``max_length``.
 
     Overlong rows are cut, or left out with ``drop_overlong``. A cut that reaches image tokens takes that row's images
-    out (its count is 0); with transformers' own processor it is an error instead.
+    out (its count is 0); with transformers' own processor it is an error instead. ``grid_thws`` and ``image_grid_hws``
+    are there with either.
     """
     if can_prove(processor):
-        return _collate(examples, processor, kimi_k25.FAMILY, max_length=max_length, drop_overlong=drop_overlong)
+        done = _collate(examples, processor, kimi_k25.FAMILY, max_length=max_length, drop_overlong=drop_overlong)
+        if "image_grid_thw" in done:
+            done["grid_thws"] = done["image_grid_thw"]
+            done["image_grid_hws"] = done["image_grid_thw"][:, 1:]
+        return done
     conversations: list[Any] = media.copied_in_rgb(conversations_of(examples, need_assistant=False))
     kept = list(range(len(conversations)))
     if drop_overlong:

@@ -15,9 +15,9 @@ from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import AssistantSpans
 from spanwise.vlm.called import collate_called
 from spanwise.vlm.families import family_of
-from spanwise.vlm.packing import pack_rows
+from spanwise.vlm.packing import pack_rows, refuse_two_way
 from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, template_source
-from spanwise.vlm.pretokenized import ROW_PADDING
+from spanwise.vlm.pretokenized import as_document
 from spanwise.vlm.search import searched_labels, template_labels
 
 LABELS = ("proven", "template", "search")
@@ -70,6 +70,8 @@ class VLMCollator:
             )
         self.processor = processor
         self.family = family_of(processor)
+        if packing is not None:
+            refuse_two_way(self.family)
         self.packing = packing
         self.get_rope_index = get_rope_index
         builder = {
@@ -109,12 +111,7 @@ class VLMCollator:
     def document(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """One row as 1-D tensors with labels in place, and its media: what packs are made of."""
         alone = replace(self.settings, shifted=False, max_length=None, drop_overlong=False)
-        batch = self._collated([row], alone)
-        return {
-            key: value[0] if key in ROW_PADDING else value
-            for key, value in batch.items()
-            if key not in ("labels_shifted", "n_images_per_sample", "n_videos_per_sample")
-        }
+        return as_document(self._collated([row], alone))
 
     def _collated(self, rows: Sequence[Mapping[str, Any]], settings: Settings) -> BatchedDataDict:
         if self._find is None:

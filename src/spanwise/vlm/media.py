@@ -6,17 +6,21 @@ media themselves are shared. Opening an image costs its decoding; everything els
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 Conversation = Sequence[dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 # The keys under which a part brings its medium, in the order in which transformers looks for them.
 _MEDIUM_KEYS = {"image": ("image", "url", "path"), "video": ("video", "url", "path"), "audio": ("audio", "url", "path")}
+_LEFT_TO_THE_PROCESSOR = ("http://", "https://", "data:")
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,10 @@ def ensure_rgb(conversations: Any) -> Any:
 
 
 def copied_in_rgb(conversations: Sequence[Conversation], *, open_files: bool = False) -> list[list[dict[str, Any]]]:
-    """Copies of the conversations whose images are RGB; with ``open_files`` those given as local paths are opened.
+    """Copies of the conversations whose images are RGB; with ``open_files`` those given as files or arrays, too.
 
     Raises:
-        ValueError: a file cannot be read as an image; the message names the row and the file.
+        ValueError: an image cannot be read, or not without guessing what its numbers mean. Names the row.
     """
     return [
         [
@@ -103,28 +107,87 @@ def _in_rgb(part: Any, row: int, *, open_files: bool) -> Any:
     if not isinstance(part, dict) or part.get("type") != "image":
         return part
     image = medium_of(part, "image")
-    if hasattr(image, "convert") and hasattr(image, "mode"):
-        return part if image.mode == "RGB" else {**part, "image": image.convert("RGB")}
-    if open_files and isinstance(image, (str, Path)) and not str(image).startswith(("http://", "https://", "data:")):
+    if _is_pil(image):
+        converted = _pil_in_rgb(image, row)
+        return part if converted is image else {**part, "image": converted}
+    if not open_files or image is None or (isinstance(image, str) and image.startswith(_LEFT_TO_THE_PROCESSOR)):
+        return part
+    if isinstance(image, (str, Path)):
         opened = open_image(image, row)
-        kept = {key: value for key, value in part.items() if key not in ("url", "path")}
-        return {**kept, "image": opened}
-    return part
+    elif isinstance(image, (bytes, bytearray)):
+        opened = _read(io.BytesIO(image), f"the image in {len(image)} bytes", row)
+    else:
+        opened = _array_in_rgb(image, row)
+    kept = {key: value for key, value in part.items() if key not in ("url", "path")}
+    return {**kept, "image": opened}
+
+
+def _is_pil(image: Any) -> bool:
+    return all(hasattr(image, name) for name in ("convert", "mode", "load"))
+
+
+def _pil_in_rgb(image: Any, row: int) -> Any:
+    """Modes that Pillow would clip to 8 bits are scaled where their range is known, and refused where it is not."""
+    from PIL import Image
+
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"row {row}: an image has mode {image.mode!r}, 32 bits per pixel; expected 8 or 16, since nothing says "
+            "which number is white, and Pillow would clip it to black or white. It was probably computed, or read from "
+            "a scientific format. Fix: scale it to 0…255 and pass Image.fromarray(values.astype('uint8'))."
+        )
+    try:
+        if image.mode.startswith("I;16"):
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        image.load()  # a file cut off shows itself only here, and must name its row
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except (OSError, ValueError, SyntaxError) as error:
+        raise _unreadable(f"the image of mode {image.mode!r}", row, error) from error
+
+
+def _array_in_rgb(image: Any, row: int) -> Any:
+    """An array of bytes, [height, width] or with 1, 3 or 4 channels in front or behind."""
+    from PIL import Image
+
+    pixels = np.asarray(image) if hasattr(image, "__array__") else np.empty(0, dtype=object)
+    if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4) and pixels.shape[-1] not in (1, 3, 4):
+        pixels = np.moveaxis(pixels, 0, -1)
+    if pixels.ndim == 3 and pixels.shape[-1] == 1:
+        pixels = pixels[..., 0]
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[-1] in (3, 4))):
+        shape = f" of shape {tuple(pixels.shape)} and type {pixels.dtype}" if hasattr(image, "__array__") else ""
+        raise ValueError(
+            f"row {row}: an image is a {type(image).__name__}{shape}; expected a PIL image, a path, the bytes of a "
+            "file, or an array of uint8 with 1, 3 or 4 channels. Other numbers do not say which one is white, and the "
+            "processor would scale them once more. Fix: pass Image.fromarray((values * 255).astype('uint8')) for "
+            "values of 0…1, or the PIL image itself."
+        )
+    return Image.fromarray(np.ascontiguousarray(pixels)).convert("RGB")
 
 
 def open_image(source: str | Path, row: int) -> Any:
     """The file as an RGB image."""
+    path = Path(str(source).removeprefix("file://"))
+    return _read(path, f"the image '{path}'", row)
+
+
+def _read(source: Any, name: str, row: int) -> Any:
     from PIL import Image
 
-    path = Path(str(source).removeprefix("file://"))
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(
-            f"row {row}: the image '{path}' cannot be read ({type(error).__name__}: {error}); expected a file in a "
-            "format that Pillow knows. It is missing, cut off or no image. Fix: check the file, or leave the row out."
-        ) from error
+        with Image.open(source) as image:
+            image.load()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise _unreadable(name, row, error) from error
+    converted = _pil_in_rgb(image, row)
+    return converted.copy() if converted is image else converted  # a plain image, which holds no file
+
+
+def _unreadable(name: str, row: int, error: Exception) -> ValueError:
+    return ValueError(
+        f"row {row}: {name} cannot be read ({type(error).__name__}: {error}); expected a file in a format that Pillow "
+        "knows. It is missing, cut off or no image. Fix: check the file, or leave the row out."
+    )
 
 
 def fake_image() -> Any:

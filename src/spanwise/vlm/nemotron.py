@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spanwise.spans.chat import span_labels
+from spanwise.vlm.audio import waveform
 from spanwise.vlm.media import medium_of, parts_of
 from spanwise.vlm.remote import padded_rows
 from spanwise.vlm.search import assistant_text
@@ -88,19 +89,6 @@ def target_labels(input_ids: Tensor, texts: Sequence[str], targets: Sequence[str
     return labels
 
 
-def waveform(audio: Any, rate: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Audio as float32 at ``rate``: an array as it is; (array, rate) or a dict of both resampled linearly."""
-    if isinstance(audio, Mapping):
-        audio = (audio["array"], audio["sampling_rate"])
-    if not (isinstance(audio, tuple) and len(audio) == 2):
-        return np.asarray(audio, dtype=np.float32)
-    wave, own_rate = np.asarray(audio[0], dtype=np.float32), audio[1]
-    if own_rate == rate:
-        return wave
-    places = np.linspace(0, len(wave), round(len(wave) * rate / own_rate), endpoint=False)
-    return np.interp(places, np.arange(len(wave)), wave).astype(np.float32)
-
-
 def omni_batch(
     processor: Any, conversations: Sequence[Any], examples: Sequence[Example], max_length: int | None
 ) -> dict[str, Any]:
@@ -120,7 +108,7 @@ def omni_batch(
             if metadata is not None:
                 named["videos_kwargs"] = {"video_metadata": metadata}
         if example.get("audio") is not None:
-            named["audio"] = [waveform(example["audio"], rate)]
+            named["audio"] = [waveform(example["audio"], rate, row)]
         samples.append(processor(text=text, return_tensors="pt", **named))
     rows = [{"input_ids": sample["input_ids"][0], "attention_mask": sample["attention_mask"][0]} for sample in samples]
     longest = max(len(row["input_ids"]) for row in rows)

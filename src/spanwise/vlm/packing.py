@@ -20,9 +20,14 @@ from torch import Tensor, nn
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX
 from spanwise.spans.pack import block_causal_mask, pack_documents
-from spanwise.vlm.pretokenized import joined_media
+from spanwise.vlm.families import TOKEN_KEYS, FamilySpec, family_of
+from spanwise.vlm.joining import joined_media, media_counts
+from spanwise.vlm.pipeline import cast_pixels
+from spanwise.vlm.tokens import is_media_token
 
-_TOKEN_ROWS = {"labels": IGNORE_INDEX, "attention_mask": 0, "mm_token_type_ids": 0}
+_TYPE_ROWS = ("mm_token_type_ids", "token_type_ids")
+_TOKEN_ROWS = {"labels": IGNORE_INDEX, "attention_mask": 0} | dict.fromkeys(_TYPE_ROWS, 0)
+_PLACES = ("input_ids", "position_ids")
 FLASH = ("flash_attention_2", "flash_attention_3")
 
 
@@ -45,6 +50,9 @@ class PackedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
         padding_idx: int = 0,
         get_rope_index: Callable[..., Any] | None = None,
     ) -> None:
+        processor = getattr(inner_dataset, "processor", None)
+        if processor is not None:
+            refuse_two_way(family_of(processor))
         self.inner = inner_dataset
         self.bins = [list(rows) for rows in bins]
         self.pack_size = pack_size
@@ -72,13 +80,43 @@ class PackedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self.bins)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return pack([self.inner[row] for row in self.bins[index]], self.pack_size, self.get_rope_index)
+        documents = [self.inner[row] for row in self.bins[index]]
+        processor = getattr(self.inner, "processor", None)
+        if processor is not None:
+            refuse_last_medium(documents, self.bins[index], processor)
+        return pack(documents, self.pack_size, self.get_rope_index)
 
 
 def exact_lengths(dataset: Any) -> list[int]:
     """Tokens of every row of a pre-tokenized data set, media included. O(rows) processor calls, O(1) memory beyond."""
     tokenized = getattr(dataset, "tokenized", dataset.__getitem__)
     return [len(tokenized(row)["input_ids"]) for row in range(len(dataset))]
+
+
+def refuse_two_way(family: FamilySpec) -> None:
+    """Packs promise causal attention within a document; media that attend both ways would be trained wrong."""
+    if family.two_way:
+        raise ValueError(
+            f"packing was asked for {family.name}; expected a family whose tokens attend backwards only. Its image "
+            "tokens see each other both ways and some of its layers see a window, which the masks of a pack do not "
+            "say: a packed document would not be what it is alone. Fix: leave packing out and pad, with rows of like "
+            "length in one batch."
+        )
+
+
+def refuse_last_medium(documents: Sequence[Mapping[str, Any]], names: Sequence[int], processor: Any) -> None:
+    """The shift takes each document's last token; a medium there would keep its features and lose a token."""
+    ends = [
+        name
+        for name, document in zip(names, documents, strict=True)
+        if len(document["input_ids"]) and bool(is_media_token(document["input_ids"][-1:], processor).any())
+    ]
+    if ends:
+        raise ValueError(
+            f"rows {ends} end in a medium; expected text behind it, since the last token of a document is only "
+            "predicted and features without tokens break the model. The rows were cut there, or the template closes no "
+            "turn. Fix: let text follow the last medium, or tokenize the rows for another length."
+        )
 
 
 def pack(
@@ -101,6 +139,13 @@ def pack(
             f"a pack of {len(documents)} documents has {sum(sizes)} tokens; expected at most {pack_size}. The plan was "
             "made from lengths that are not this data set's. Fix: plan with exact_lengths of the same data set."
         )
+    unknown = sorted({key for document in documents for key in document} & TOKEN_KEYS - {*_TOKEN_ROWS, *_PLACES})
+    if unknown:
+        raise ValueError(
+            f"documents carry {unknown}; expected of the tensors with a token axis only {sorted(_TOKEN_ROWS)}, since "
+            "what others mean across documents is their model's own. The processor makes them for one row at a time. "
+            "Fix: pad this family instead of packing it, or leave these keys out of the rows."
+        )
     packed: dict[str, Any] = {
         "input_ids": torch.cat([document["input_ids"][:-1] for document in documents]),
         "labels": torch.cat([document["labels"][1:] for document in documents]),
@@ -109,16 +154,16 @@ def pack(
         ),
         "position_ids": torch.cat([_positions(document, get_rope_index) for document in documents], dim=-1),
     }
-    if any("mm_token_type_ids" in document for document in documents):
-        packed["mm_token_type_ids"] = torch.cat(
-            [
-                document.get("mm_token_type_ids", torch.zeros(size + 1).long())[:-1]
-                for document, size in zip(documents, sizes, strict=True)
-            ]
-        )
+    for key in _TYPE_ROWS:
+        if any(key in document for document in documents):
+            packed[key] = torch.cat(
+                [
+                    document.get(key, torch.zeros(size + 1).long())[:-1]
+                    for document, size in zip(documents, sizes, strict=True)
+                ]
+            )
     packed |= joined_media(documents)
-    for name, grid in (("n_images", "image_grid_thw"), ("n_videos", "video_grid_thw")):
-        packed[name] = sum(0 if document.get(grid) is None else len(document[grid]) for document in documents)
+    packed |= {name.removesuffix("_per_sample"): sum(counted) for name, counted in media_counts(documents).items()}
     return packed
 
 
@@ -172,13 +217,10 @@ def neat_packed(
     ]
     result["position_ids"] = torch.stack(positions, dim=positions[0].ndim - 1)
     result |= joined_media(batch)
-    for key in ("pixel_values", "pixel_values_videos"):
-        if isinstance(result.get(key), Tensor):
-            result[key] = result[key].to(torch.bfloat16)
-    for name, count in (("n_images_per_sample", "n_images"), ("n_videos_per_sample", "n_videos")):
-        counts = [int(pack.get(count, 0)) for pack in batch]
-        if any(counts):
-            result[name] = torch.tensor(counts, dtype=torch.int64)
+    cast_pixels(result, torch.bfloat16)
+    for name, counted in media_counts(batch).items():
+        if any(counted):
+            result[name] = torch.tensor(counted, dtype=torch.int64)
     if attn_implementation not in FLASH:
         result["attention_mask"] = block_causal_mask(result["attention_mask"])
     result["labels_shifted"] = True
@@ -190,8 +232,8 @@ def additive_mask(allowed: Bool[Tensor, "B 1 S S"], dtype: torch.dtype) -> Float
 
     Eager attention adds whatever 4-D mask it gets; a bool mask would be added as 0 and 1 and hide nothing.
 
-    >>> additive_mask(torch.tensor([[[[True, False]]]]), torch.float16).tolist()
-    [[[[0.0, -65504.0]]]]
+    >>> additive_mask(torch.tensor([[[[True, False], [True, True]]]]), torch.float16).tolist()
+    [[[[0.0, -65504.0], [0.0, 0.0]]]]
     """
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
 
@@ -201,8 +243,8 @@ def thd_packed(batch: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
 
     Returns:
         ``input_ids``, ``labels`` int64 [1, T]; ``position_ids`` [1, T] or [M, 1, T]; ``cu_seqlens`` int32 [n + 1];
-        ``max_seqlen`` int; media end to end. Tokens that a document hides from attention cannot be expressed in this
-        form and are an error.
+        ``max_seqlen`` int; token types [1, T]; media end to end, their numbers int64 [1]. Tokens that a document hides
+        from attention cannot be expressed in this form and are an error.
     """
     if not batch:
         return BatchedDataDict()
@@ -226,6 +268,12 @@ def thd_packed(batch: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
         "cu_seqlens": ends.to(torch.int32),
         "max_seqlen": max(sizes),
     }
+    for key in _TYPE_ROWS:
+        if any(key in pack for pack in batch):
+            result[key] = torch.cat([pack.get(key, torch.zeros_like(pack["input_ids"])) for pack in batch])[None]
+    for name, counted in media_counts(batch).items():
+        if any(counted):
+            result[name] = torch.tensor([sum(counted)], dtype=torch.int64)
     return BatchedDataDict(result | joined_media(batch) | {"labels_shifted": True})
 
 
@@ -255,6 +303,8 @@ def pack_rows(rows: Sequence[Mapping[str, Any]], collator: Any) -> BatchedDataDi
             f"rows {plan.too_long} have up to {longest} tokens; expected at most max_length={width} + 1. Their images "
             "or texts are too long for a pack. Fix: raise max_length, or pass drop_overlong=True to leave them out."
         )
+    kept = [row for row in range(len(rows)) if row not in set(plan.too_long)]
+    refuse_last_medium([documents[row] for row in kept], kept, collator.processor)
     packs = [pack([documents[row] for row in bin_rows], width, collator.get_rope_index) for bin_rows in plan.rows]
     tokenizer = getattr(collator.processor, "tokenizer", collator.processor)
     if collator.packing == "thd":

@@ -23,13 +23,20 @@ from torch import Tensor
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans, Span
 from spanwise.spans.chat_template import ChatTemplate
-from spanwise.vlm.families import TOKEN_KEYS, FamilySpec
+from spanwise.vlm.audio import clips_of_rows, sampling_rate
+from spanwise.vlm.families import DEFAULT, TOKEN_KEYS, FamilySpec, family_of
 from spanwise.vlm.labels import labels_of_row, refuse_unlabelled, shift
-from spanwise.vlm.media import Conversation, Media, copied_in_rgb, count_media, gather
+from spanwise.vlm.media import Conversation, Media, copied_in_rgb, count_media, gather, parts_of
 from spanwise.vlm.tokens import drop_overlong, hide_fake_media, is_media_token, truncate
 
 Example = Mapping[str, Any]
 LabelBuilder = Callable[[Tensor, Sequence[Any], Any], Tensor]
+# The parts of a processor that read each kind of medium.
+_READERS = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor", "audio_feature_extractor"),
+}
 _PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
 
 
@@ -71,6 +78,11 @@ def is_transformers(processor: Any) -> bool:
     )
 
 
+def is_own_class(processor: Any) -> bool:
+    """A class that ships with transformers, or one derived from it; remote code only derives from its base classes."""
+    return any(base.__module__.startswith("transformers.models.") for base in type(processor).__mro__)
+
+
 def template_source(processor: Any) -> Any | None:
     """The object whose chat template renders: the processor, else its tokenizer; None where neither has one."""
     for source in (processor, getattr(processor, "tokenizer", None)):
@@ -94,6 +106,12 @@ def conversations_of(examples: Sequence[Example], *, need_assistant: bool) -> li
                 f"row {row} has keys {sorted(example)} and no 'conversation'; expected a list of messages with role "
                 "and content under that key. The data set probably names it otherwise. Fix: rename the column."
             )
+        if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
+            raise ValueError(
+                f"row {row}: its conversation is {_shown(conversation)}; expected a list of messages, each a dict with "
+                "role and content. The column holds plain text, or chats that were stored as JSON. Fix: parse it, or "
+                "wrap the text as [{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}]."
+            )
         if need_assistant and not any(message.get("role") == "assistant" for message in conversation):
             raise ValueError(
                 f"row {row} has roles {[message.get('role') for message in conversation]}; expected at least one "
@@ -102,6 +120,12 @@ def conversations_of(examples: Sequence[Example], *, need_assistant: bool) -> li
             )
         rows.append(conversation)
     return rows
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {sorted({type(entry).__name__ for entry in value})}"
+    return f"a {type(value).__name__}"
 
 
 def collate_proven(
@@ -129,7 +153,8 @@ def collate_proven(
         template = ChatTemplate(template_source(processor))
         rendered = [(template.render(conversation), []) for conversation in conversations]
     rows = list(range(len(examples)))
-    if settings.drop_overlong and settings.max_length is not None:
+    # Of an unknown family nothing is guessed before it is processed: a row that fits must stay.
+    if settings.drop_overlong and settings.max_length is not None and family_of(processor) is not DEFAULT:
         _, rows = drop_overlong(conversations, processor, settings.max_length)
     while True:
         batch = _processed([rendered[row] for row in rows], [conversations[row] for row in rows],
@@ -176,8 +201,9 @@ def finished(
     add_counts(batch, conversations)
     if settings.family.cast is not None:
         cast_pixels(batch, settings.family.cast)
-    for key in settings.family.drop:
-        batch.pop(key, None)
+    if not is_own_class(processor):
+        for key in settings.family.drop:
+            batch.pop(key, None)
     return BatchedDataDict(batch)
 
 
@@ -198,9 +224,11 @@ def _processed(
     """The processor's output for rendered rows, with proven labels [B, S] where these are asked for."""
     texts = [text for text, _ in rendered]
     media = gather(conversations)
-    audio = [clip for row, example in zip(media.audio, examples, strict=True) for clip in row or _own_audio(example)]
-    _refuse_mismatch(texts, media.images, processor, "image")
-    output = _call_processor(texts, media, audio, processor, settings)
+    media = replace(media, audio=clips_of_rows(media.audio, examples, sampling_rate(processor)))
+    for kind, given in (("image", media.images), ("video", media.videos), ("audio", media.audio)):
+        _refuse_mismatch(texts, given, processor, kind)
+        _refuse_empty_parts(conversations, given, kind)
+    output = _call_processor(texts, media, processor, settings)
     offsets, replacements = output.pop("offset_mapping", None), output.pop("text_replacement_offsets", None)
     if settings.labels == "proven":
         output["labels"] = torch.stack(
@@ -212,7 +240,7 @@ def _processed(
                     spans,
                     offsets=None if offsets is None else torch.as_tensor(offsets[row]),
                     replacements=_replacements_of(
-                        replacements, row, bool(media.images[row] or media.videos[row] or audio)
+                        replacements, row, bool(media.images[row] or media.videos[row] or media.audio[row])
                     ),
                     processor=processor,
                 )
@@ -222,9 +250,7 @@ def _processed(
     return output
 
 
-def _call_processor(
-    texts: list[str], media: Media, audio: list[Any], processor: Any, settings: Settings
-) -> dict[str, Any]:
+def _call_processor(texts: list[str], media: Media, processor: Any, settings: Settings) -> dict[str, Any]:
     """Rendered texts and media through the processor, right-padded, with character offsets.
 
     Tensors are asked for media alone: transformers turns lists of offsets into tensors number by number, which would
@@ -241,10 +267,16 @@ def _call_processor(
         arguments.pop("do_sample_frames", None)
     if processor is tokenizer:
         return _as_tensors(processor(texts, **arguments))
-    for kind, given in (("images", media.images), ("videos", media.videos), ("audio", [audio])):
+    for kind, given in (("images", media.images), ("videos", media.videos)):
         if any(given):
-            arguments[kind] = audio if kind == "audio" else given
-            arguments[f"{kind}_kwargs"] = {"return_tensors": "pt"}
+            arguments |= {kind: given, f"{kind}_kwargs": {"return_tensors": "pt"}}
+    clips = [clip for row in media.audio for clip in row]
+    if clips:
+        rate = sampling_rate(processor)
+        arguments |= {
+            "audio": clips,
+            "audio_kwargs": {"return_tensors": "pt"} | ({} if rate is None else {"sampling_rate": rate}),
+        }
     return _as_tensors(processor(text=texts, return_text_replacement_offsets=True, **arguments))
 
 
@@ -265,22 +297,11 @@ def _replacements_of(reported: Any, row: int, brings_media: bool) -> Any:
     return None if brings_media else ()
 
 
-def _own_audio(example: Example) -> list[Any]:
-    """A row's "audio" as waveforms: an array, a dict with "array", or a pair of array and rate."""
-    audio = example.get("audio")
-    if audio is None:
-        return []
-    if isinstance(audio, Mapping):
-        return [audio["array"]]
-    if isinstance(audio, (tuple, list)) and len(audio) == 2 and not isinstance(audio[0], (int, float)):
-        return [audio[0]]
-    return [audio]
-
-
 def _refuse_mismatch(texts: Sequence[str], media: Sequence[Sequence[Any]], processor: Any, kind: str) -> None:
-    """Placeholders and media must agree row by row; the processor itself would only see the sum."""
+    """Placeholders and media of one kind must agree row by row; the processor itself would only see the sum."""
     word = getattr(processor, f"{kind}_token", None)
     if not isinstance(word, str) or not word:
+        _refuse_unread(media, processor, kind)
         return
     for row, (text, given) in enumerate(zip(texts, media, strict=True)):
         found = text.count(word)
@@ -290,6 +311,31 @@ def _refuse_mismatch(texts: Sequence[str], media: Sequence[Sequence[Any]], proce
                 f"one as of the other. A user typed the placeholder, a part has no {kind}, or the template drops it. "
                 f"Fix: give every {kind} part its {kind}, or pass sanitize=True to break up typed placeholders."
             )
+
+
+def _refuse_empty_parts(conversations: Sequence[Conversation], media: Sequence[Sequence[Any]], kind: str) -> None:
+    """A part that brings nothing, where the template prints nothing for it either."""
+    for row, (conversation, given) in enumerate(zip(conversations, media, strict=True)):
+        parts = sum(part.get("type") == kind for message in conversation for part in parts_of(message))
+        if parts > len(given):
+            raise ValueError(
+                f"row {row} has {parts} {kind} parts and brings {len(given)}; expected one for each part. A file was "
+                f"left out when the row was written, or it stands under another key. Fix: put it under {kind!r} in its "
+                "part, or leave the part out."
+            )
+
+
+def _refuse_unread(media: Sequence[Sequence[Any]], processor: Any, kind: str) -> None:
+    """A processor without a placeholder and a reader for this kind would pass over such media without a word."""
+    if any(getattr(processor, name, None) is not None for name in _READERS[kind]):
+        return
+    rows = [row for row, given in enumerate(media) if given]
+    if rows:
+        raise ValueError(
+            f"row {rows[0]} brings media of type {kind!r} to a {type(processor).__name__}; expected a processor that "
+            "reads that type, since this one would collate the row as if it had none. The model does not take them, or "
+            f"another processor was meant. Fix: leave {kind} out of the rows, or load a processor that takes it."
+        )
 
 
 def sanitized(conversations: Sequence[Conversation], processor: Any, *, change: bool) -> list[Any]:

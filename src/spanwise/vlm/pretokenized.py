@@ -22,9 +22,10 @@ from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans
 from spanwise.vlm.called import collate_called
 from spanwise.vlm.families import family_of
+from spanwise.vlm.joining import joined_media, media_counts
 from spanwise.vlm.labels import shift
 from spanwise.vlm.media import has_media, with_fake_image
-from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, template_source
+from spanwise.vlm.pipeline import Settings, can_prove, cast_pixels, collate_proven, template_source
 from spanwise.vlm.search import searched_labels, template_labels
 from spanwise.vlm.tokens import is_media_token, truncate
 
@@ -32,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Token-axis tensors of a row, and what pads them.
 ROW_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX, "mm_token_type_ids": 0, "token_type_ids": 0}
-MEDIA_KEYS = ("pixel_values", "pixel_values_videos")
-GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_position_ids", "second_per_grid_ts", "image_sizes")
 
 
 class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
@@ -50,7 +49,7 @@ class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
             sharded model runs its vision tower.
 
     ``wrapper[i]`` is a dict of 1-D ``input_ids``, ``attention_mask``, ``labels`` (int64, not shifted, -100 outside what
-    the assistant said) and the row's media tensors.
+    the assistant said), the row's media tensors, and ``n_images`` and ``n_videos`` where it has some.
     """
 
     def __init__(
@@ -110,9 +109,18 @@ class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
             tensors = dict(collate_called([example], self.processor, replace(settings, builder=builder)))
         if self.truncate and self.max_length is not None:
             truncate(tensors, self.max_length, is_media_token(tensors["input_ids"], self.processor))
-        for name in ("n_images_per_sample", "n_videos_per_sample"):
-            tensors.pop(name, None)
-        return {key: value[0] if key in ROW_PADDING else value for key, value in tensors.items()}
+        return as_document(tensors)
+
+
+def as_document(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of one row, not shifted, as that row: 1-D on the token axis, media as they are, counts as numbers."""
+    document = {key: value[0] if key in ROW_PADDING else value for key, value in batch.items()}
+    for name in ("n_images", "n_videos"):
+        counted = document.pop(f"{name}_per_sample", None)
+        if counted is not None:
+            document[name] = int(counted[0])
+    document.pop("labels_shifted", None)
+    return document
 
 
 def pad(examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None = None) -> BatchedDataDict:
@@ -124,7 +132,7 @@ def pad(examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int |
         max_length: the width before the shift; None is the longest row.
 
     Raises:
-        ValueError: a row is longer than ``max_length`` and would lose media tokens.
+        ValueError: a row would lose media tokens to ``max_length`` or the shift, or media cannot be joined.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     fills = ROW_PADDING | {"input_ids": getattr(tokenizer, "pad_token_id", 0) or 0}
@@ -133,17 +141,13 @@ def pad(examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int |
     for key, fill in fills.items():
         if any(example.get(key) is not None for example in examples):
             batch[key] = torch.stack([_padded(example, key, fill, width) for example in examples])
-    if any(len(example["input_ids"]) > width for example in examples):
-        _refuse_cut_media(examples, width, processor)
+    _refuse_cut_media(examples, width, processor)
     shift(batch)
     batch |= joined_media(examples)
-    for key in MEDIA_KEYS:
-        if isinstance(batch.get(key), Tensor):
-            batch[key] = batch[key].to(torch.bfloat16)
-    for name, grid in (("n_images_per_sample", "image_grid_thw"), ("n_videos_per_sample", "video_grid_thw")):
-        counts = [0 if example.get(grid) is None else len(example[grid]) for example in examples]
-        if any(counts):
-            batch[name] = torch.tensor(counts, dtype=torch.int64)
+    cast_pixels(batch, torch.bfloat16)
+    for name, counted in media_counts(examples).items():
+        if any(counted):
+            batch[name] = torch.tensor(counted, dtype=torch.int64)
     return BatchedDataDict(batch)
 
 
@@ -156,28 +160,16 @@ def _padded(example: Mapping[str, Any], key: str, fill: int, width: int) -> Tens
 
 
 def _refuse_cut_media(examples: Sequence[Mapping[str, Any]], width: int, processor: Any) -> None:
+    """The last of ``width`` columns counts as cut, too: the shift takes it from the inputs."""
     rows = [
         row
         for row, example in enumerate(examples)
-        if bool(is_media_token(torch.as_tensor(example["input_ids"])[width:], processor).any())
+        if bool(is_media_token(torch.as_tensor(example["input_ids"])[max(width - 1, 0) :], processor).any())
     ]
     if rows:
         raise ValueError(
-            f"max_length={width} cuts into the media of rows {rows}; expected every media token within it, since "
-            "features without tokens break the model. The rows were tokenized for another length. "
-            "Fix: give PreTokenizedDatasetWrapper the same max_length, or raise it here."
+            f"a width of {width} tokens cuts into the media of rows {rows}; expected every media token before the last "
+            "of them, which has nothing to predict, since features without tokens break the model. The rows were "
+            "tokenized for another length, or end in a medium. Fix: give PreTokenizedDatasetWrapper the same "
+            "max_length, raise it here, or let text follow the last medium."
         )
-
-
-def joined_media(examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Media and grids of all rows end to end; a list of tensors where they have several shapes."""
-    joined: dict[str, Any] = {}
-    for key in (*MEDIA_KEYS, *GRID_KEYS):
-        values = [example[key] for example in examples if example.get(key) is not None]
-        if not values:
-            continue
-        if all(isinstance(value, Tensor) for value in values) and len({value.shape[1:] for value in values}) == 1:
-            joined[key] = torch.cat(values)
-        else:
-            joined[key] = [entry for value in values for entry in value]
-    return joined

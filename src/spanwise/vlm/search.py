@@ -32,11 +32,14 @@ _STOP_WORDS = ("<end_of_turn>", "<|im_end|>", "<|eot_id|>")
 
 
 def find_pattern(
-    template: Int[Tensor, " S"], pattern: Int[Tensor, " n"], start: int = 0, allow_first_token_mismatch: bool = False
+    template: Int[Tensor, " S"],
+    pattern: Int[Tensor, " n"],
+    search_start_index: int = 0,
+    allow_first_token_mismatch: bool = False,
 ) -> tuple[int, int]:
-    """The first place at or after ``start`` where ``pattern`` stands, half-open; (-1, -1) if none."""
+    """The first place at or after ``search_start_index`` where ``pattern`` stands, half-open; (-1, -1) if none."""
     size = len(pattern)
-    for place in range(start, len(template) - size + 1):
+    for place in range(search_start_index, len(template) - size + 1):
         same = template[place : place + size] == pattern
         if bool(same.all()) or (allow_first_token_mismatch and bool(same[1:].all())):
             return place, place + size

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,23 +84,38 @@ def hide_fake_media(batch: dict[str, Any], processor: Any, rows: Sequence[int]) 
     batch["attention_mask"] = mask
 
 
-def image_config(processor: Any) -> dict[str, int] | None:
-    """Patch and merge sizes and pixel bounds of the image processor; None where there is none."""
+def image_config(processor: Any) -> dict[str, int | None] | None:
+    """Patch and merge sizes and pixel bounds of the image processor, each None where it has none.
+
+    Processors that merge patches by Qwen's rule keep their bounds, which count pixels, under the names of edges; those
+    of all others are edges and bound no number of pixels.
+    """
     images = getattr(processor, "image_processor", None)
     if images is None:
         return None
+    patch, merge = _one_number(getattr(images, "patch_size", None)), _one_number(getattr(images, "merge_size", None))
     sizes = getattr(images, "size", None) or {}
     get = sizes.get if hasattr(sizes, "get") else lambda key: getattr(sizes, key, None)
-    patch, merge = getattr(images, "patch_size", 14), getattr(images, "merge_size", 2)
-    smallest = getattr(images, "min_pixels", None) or get("min_pixels") or get("shortest_edge") or 56 * 56
-    largest = getattr(images, "max_pixels", None) or get("max_pixels") or get("longest_edge") or 14 * 14 * 4 * 1280
+
+    def bound(name: str, edge: str) -> int | None:
+        found = _one_number(getattr(images, name, None)) or _one_number(get(name))
+        return _one_number(get(edge)) if found is None and merge is not None else found
+
     return {
         "patch_size": patch,
         "merge_size": merge,
-        "factor": patch * merge,
-        "min_pixels": smallest,
-        "max_pixels": largest,
+        "factor": None if patch is None or merge is None else patch * merge,
+        "min_pixels": bound("min_pixels", "shortest_edge"),
+        "max_pixels": bound("max_pixels", "longest_edge"),
     }
+
+
+def _one_number(value: Any) -> int | None:
+    """A size given as a number, or as one per side where the sides agree."""
+    if isinstance(value, Mapping):
+        sides = set(value.values())
+        value = sides.pop() if len(sides) == 1 else None
+    return int(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 else None
 
 
 def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -137,22 +152,30 @@ def image_size(image: Any) -> tuple[int, int] | None:
 def estimate_media_tokens(conversation: Conversation, processor: Any) -> int:
     """How many tokens a conversation's images add beyond one placeholder each; media of unknown size add 0.
 
-    The processor's own count is taken where it has one, so each family is measured by its own rule; else Qwen's.
+    Each family is measured by its own rule: what it says of its processor, what the processor says itself, or Qwen's
+    rule where the processor has its patches, its merges and both of its bounds. Where none of them speaks it is 0.
     """
     sizes = [size for image in gather([conversation]).images[0] if (size := image_size(image)) is not None]
     config = image_config(processor)
     if not sizes or config is None:
         return 0
+    rule = family_of(processor).image_tokens
     own_count = getattr(type(processor), "_get_num_multimodal_tokens", None)
-    if own_count is not None:
+    if rule is not None:
+        counts = rule(processor, sizes)
+    elif own_count is not None:
         counts = own_count(processor, image_sizes=[list(size) for size in sizes]).num_image_tokens
-        return sum(int(count) - 1 for count in counts)
-    bounds = {key: config[key] for key in ("factor", "min_pixels", "max_pixels")}
-    total = 0
-    for height, width in sizes:
-        rows, columns = smart_resize(height, width, **bounds)
-        total += (rows // config["patch_size"]) * (columns // config["patch_size"]) // config["merge_size"] ** 2 - 1
-    return total
+    else:
+        counts = [_qwen_tokens(size, config) for size in sizes]
+    return sum(int(count) - 1 for count in counts)
+
+
+def _qwen_tokens(size: tuple[int, int], config: Mapping[str, int | None]) -> int:
+    factor, smallest, largest = config["factor"], config["min_pixels"], config["max_pixels"]
+    if factor is None or smallest is None or largest is None:
+        return 1
+    rows, columns = smart_resize(*size, factor=factor, min_pixels=smallest, max_pixels=largest)
+    return (rows // factor) * (columns // factor)
 
 
 def drop_overlong(conversations: Sequence[Any], processor: Any, max_length: int | None) -> tuple[list[Any], list[int]]:
@@ -186,8 +209,9 @@ def drop_overlong(conversations: Sequence[Any], processor: Any, max_length: int 
 def _estimated_length(conversation: Any, processor: Any) -> int | None:
     """Text tokens plus estimated media tokens; None where the processor cannot say (such a row is kept)."""
     tokenizer = getattr(processor, "tokenizer", processor)
+    own = getattr(processor, "chat_template", None) or not getattr(tokenizer, "chat_template", None)
     try:
-        text = processor.apply_chat_template([conversation], tokenize=False)
+        text = (processor if own else tokenizer).apply_chat_template([conversation], tokenize=False)
         text = text[0] if isinstance(text, list) else text
         return len(tokenizer.encode(text, add_special_tokens=False)) + estimate_media_tokens(conversation, processor)
     except Exception:  # an estimate is a courtesy: what is really wrong with a row is said when it is processed

@@ -8,4 +8,5 @@ FAMILY = FamilySpec(
     "Gemma 4",
     ("Gemma4Processor", "Gemma4UnifiedProcessor"),
     media_tokens=("<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"),
+    two_way=True,  # the larger models; which one will be trained, the processor does not say
 )

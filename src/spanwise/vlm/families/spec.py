@@ -6,7 +6,7 @@ the versions of both. Adding a family is adding a file with one ``FamilySpec`` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,7 +42,10 @@ class FamilySpec:
         cast: dtype of ``pixel_values`` and ``pixel_values_videos``; None keeps the processor's.
         options: further arguments of every processor call.
         media_tokens: texts of the tokens that stand for media, where the processor does not name them itself.
-        drop: keys of the processor's output that the model does not take.
+        drop: keys that the processor of remote code makes and its model does not take. transformers' own keeps them.
+        two_way: media tokens attend both ways, so documents of this family cannot be packed.
+        image_tokens: how many tokens the images of one conversation become, from their sizes, where the processor
+            does not say it or says it wrong.
     """
 
     name: str
@@ -54,3 +57,5 @@ class FamilySpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     media_tokens: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
+    two_way: bool = False
+    image_tokens: Callable[[Any, Sequence[tuple[int, int]]], list[int]] | None = None
