@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -35,6 +37,46 @@ def test_every_step_is_written_and_read_back(tmp_path):
         filled = one["x"] != MASK
         assert (one["pids"] != MASK).all()
         assert filled.sum() == 2
+
+
+@pytest.mark.parametrize(
+    "order", [{}, {"confidence": "top_prob"}, {"ddpm_cache": True}, {"remasking": 0.5}, {"block_size": 2}]
+)
+def test_steps_are_the_forwards_and_leave_no_gap(tmp_path, order):
+    """A row that is done stays as it is while the others go on."""
+    history = HistoryTopKPlugin(tmp_path, k=1)
+    fill = MLMPredictor(6, tokenizer=IdTokenizer(), model=small_model(), history=history, **order)
+    out = fill.predict({"input_ids": torch.tensor([[5, MASK, 6, 7, 8, 9], [MASK] * 6])})
+    readers = [HistoryTopKPlugin.from_serialized(tmp_path, entry["fid"]) for entry in history.to_dict()]
+    assert [reader.get_num_steps() for reader in readers] == [out["forwards"]] * 2
+    assert out["forwards"] >= max(out["steps_taken"])
+    for row, reader in enumerate(readers):
+        steps = [reader.get(step)["x"] for step in range(out["forwards"] + 1)]
+        assert all(step is not None for step in steps)
+        assert torch.equal(steps[-1], out["ids"][row])
+        assert sum(not torch.equal(a, b) for a, b in pairwise(steps)) >= 1
+    if "remasking" not in order:
+        assert out["forwards"] == max(out["steps_taken"])
+        done = readers[0].get(out["steps_taken"][0])["x"]
+        assert torch.equal(done, out["ids"][0])
+
+
+def test_steps_that_fill_nothing_are_no_steps_of_a_history():
+    told = []
+
+    class Note(HistoryPluginBase):
+        def update_history(self, step_results):
+            told.append(step_results["current_step"])
+
+    fill = MLMPredictor(6, tokenizer=IdTokenizer(), model=small_model(), history=Note(), remasking=0.3)
+    forwards = set()
+    for seed in range(5):
+        out = fill.predict({"input_ids": torch.tensor([[5] + [MASK] * 4])}, seed=seed)
+        assert told == list(range(out["forwards"] + 1))
+        assert out["steps_taken"] == [out["forwards"]]
+        forwards.add(out["forwards"])
+        told.clear()
+    assert min(forwards) < 4
 
 
 def test_without_k_and_new_tokens_whole_rows_are_kept(tmp_path):

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import one_hot
 
-from spanwise.mlm import exact_match, seq2seq_exact_match, seq2seq_token_accuracy, token_accuracy
+from spanwise.loss_parts import Ratio
+from spanwise.mlm import (
+    MLMPredictor,
+    MLMSeq2SeqPredCollator,
+    exact_match,
+    seq2seq_exact_match,
+    seq2seq_token_accuracy,
+    token_accuracy,
+)
+from tests.mlm.helpers import EOS, PAD, IdTokenizer
 
 IDS = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]])
 TARGETS = torch.tensor([[5, 6, 7, 8], [5, 1, 7, 8]])
@@ -38,6 +48,26 @@ def test_generated_parts_of_other_widths_do_not_match():
     assert seq2seq_exact_match(IDS, torch.tensor([[7, 8, 0], [7, 9, 0]]), 2).value == 0
     assert seq2seq_exact_match(IDS, torch.tensor([[7], [7]]), 2).value == 0
     assert seq2seq_token_accuracy(IDS, torch.tensor([[7, 8, 0], [7, 9, 0]]), 2).value == 4 / 6
+
+
+def test_collated_prompts_predicted_and_measured():
+    """A model that knows the answers but for one token of the second row."""
+    rows = [
+        {"prompt_ids": [10, 11, 12], "target_ids": [20, 21], "answer": [20, 21]},
+        {"prompt_ids": [13], "target_ids": [22, 23, 24], "answer": [22, 25, 24]},
+    ]
+    batch = MLMSeq2SeqPredCollator(IdTokenizer(), block_size=5)(rows)
+    said = torch.tensor([[*row["answer"], EOS, *[PAD] * (4 - len(row["answer"]))] for row in rows])
+
+    def model(ids, attention_mask, positions):
+        return one_hot(torch.cat([ids[:, :-5], said], 1), 30).float()
+
+    out = MLMPredictor(3, 5, IdTokenizer(), model, confidence="top_prob", temperature=0).predict(batch)
+    where = out["output_start_idx"]
+    assert where.tolist() == [4, 4]
+    assert out["text"] == ["10 11 12 20 21", "13 22 25 24"]
+    assert seq2seq_exact_match(out["ids"], batch["target_ids"], where) == Ratio(1.0, 2.0)
+    assert seq2seq_token_accuracy(out["ids"], batch["target_ids"], where) == Ratio(9.0, 10.0)
 
 
 def test_ratios_add_up():

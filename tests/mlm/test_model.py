@@ -103,6 +103,13 @@ def test_positions_none_counts_attended_tokens():
     assert model(ids[0]).shape == (5, 30)
 
 
+def test_token_types_are_accepted_and_unused():
+    model = small_model()
+    ids, mask = ragged_batch([3, 5], 5)
+    kinds = torch.ones_like(ids)
+    torch.testing.assert_close(model(ids, mask, token_type_ids=kinds), model(ids, mask), rtol=0, atol=0)
+
+
 def test_the_head_sees_chosen_positions_only():
     model = small_model()
     ids, mask = ragged_batch([5, 7], 7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -30,10 +31,18 @@ NAMES = {
     "HistoryTopKPlugin": "output_dir k max_new_tokens",
 }
 FORWARD = "x_t attention_mask positions token_type_ids"
-TYPES = [
-    "MLMBatch", "PackedFlexMLMBatch", "MLMSeq2SeqPredictionBatch", "MLMUncondtionalPredictionBatch", "MLMLossDict",
-    "MLMPredictionDict", "MLMStepResults",
-]  # fmt: skip
+TYPES = {
+    "MLMBatch": (
+        "input_ids attention_mask target_ids noise_t noise_weight fixed_positions_mask positions segment_ids "
+        "labels_shifted"
+    ),
+    "PackedFlexMLMBatch": "input_ids target_ids positions segment_ids",
+    "MLMSeq2SeqPredictionBatch": "input_ids attention_mask target_ids",
+    "MLMUncondtionalPredictionBatch": "input_ids attention_mask",
+    "MLMLossDict": "loss",
+    "MLMPredictionDict": "loss text ids time_taken output_start_idx steps_taken tokens_per_forward forwards",
+    "MLMStepResults": "x",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +58,14 @@ def test_forward_takes_the_reference_arguments():
 
 @pytest.mark.parametrize("name", TYPES)
 def test_types_are_typed_dictionaries(name):
-    assert getattr(room, name).__annotations__
+    kind = getattr(room, name)
+    assert typing.is_typeddict(kind)
+    assert set(kind.__annotations__) == set(TYPES[name].split())
+
+
+def test_the_model_is_a_protocol_and_a_misspelt_name_has_an_alias():
+    assert typing.Protocol in room.MLMModel.__mro__
+    assert list(inspect.signature(room.MLMModel.__call__).parameters)[1:4] == FORWARD.split()[:3]
     assert room.MLMUnconditionalPredictionBatch is room.MLMUncondtionalPredictionBatch
 
 

@@ -219,12 +219,58 @@ def test_a_small_threshold_fills_one_position_per_step_and_a_large_one_all(confi
     assert every["steps_taken"] == [1]
 
 
-def test_reveal_times_follow_the_schedule():
-    fill = predictor(10, max_new_tokens=50, ddpm_cache=True)
-    linear = fill.predict(prompts([4]))
-    assert linear["steps_taken"][0] <= 10
+@pytest.mark.parametrize("schedule", [None, CosineNoiseSchedule()])
+def test_reveal_times_follow_the_schedule(schedule):
+    """After step k of 4 the share hidden at time 1 - k/4 is left; 56 positions leave no step without one."""
+    shares = []
+
+    class Note(HistoryPluginBase):
+        def observe(self, x, scored, step, max_new_tokens):
+            shares.append(float((x[:, 1:] == MASK).float().mean()))
+
+    fill = predictor(4, max_new_tokens=56, ddpm_cache=True, noise_schedule=schedule, history=Note())
+    fill.predict({"input_ids": torch.full((64, 1), 5)})
+    times = [1 - step / 4 for step in range(5)]
+    expected = [time if schedule is None else 1 - math.cos(time * math.pi / 2) for time in times]
+    assert shares == pytest.approx(expected, abs=4 * math.sqrt(0.25 / (64 * 56)))
+    assert shares[-1] == 0
+
+
+def test_reveal_times_of_few_positions_cost_no_empty_step():
     few = predictor(1000, max_new_tokens=5, ddpm_cache=True, noise_schedule=CosineNoiseSchedule()).predict(prompts([4]))
-    assert few["steps_taken"][0] <= 5
+    assert few["steps_taken"] == [few["forwards"]]
+    assert few["forwards"] <= 5
+
+
+def test_without_confidence_every_position_is_as_likely_to_be_next():
+    seen = []
+
+    class Note(HistoryPluginBase):
+        def observe(self, x, scored, step, max_new_tokens):
+            seen.append(x == MASK)
+
+    rows = 800
+    predictor(8, history=Note()).predict({"input_ids": torch.full((rows, 8), MASK)})
+    for before, after in pairwise(seen):
+        filled = (before & ~after).float()
+        assert (filled.sum(1) == 1).all()
+        assert filled.mean(0).tolist() == pytest.approx([1 / 8] * 8, abs=4 * math.sqrt(7 / 64 / rows))
+
+
+@pytest.mark.parametrize("new", [None, 4])
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_row_of_padding_changes_nothing_in_any_order(name, new):
+    batch = prompts([3, 0, 5], masks=3)
+    batch["input_ids"][1] = PAD
+    batch["attention_mask"][1] = 0
+    batch["idx"] = torch.arange(3)
+    others = {key: value[[0, 2]] for key, value in batch.items()}
+    fill = predictor(5, max_new_tokens=new, **ORDERS[name])
+    out, without = fill.predict(batch), fill.predict(others)
+    assert torch.equal(out["ids"][[0, 2]], without["ids"])
+    assert (out["ids"][1, :9] == PAD).all()
+    assert not (out["ids"] == MASK).any()
+    assert (out["steps_taken"][1] == 0) == (new is None)
 
 
 def test_remasking_hides_filled_positions_again_and_spares_the_prompt():

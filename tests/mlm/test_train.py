@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,21 @@ def test_the_text_recipe_runs_and_measures_in_bytes(text_run):
     assert result["loss_per_step"][0] == pytest.approx(5.7, abs=2.5)
     assert result["bits_per_byte"] > 0
     assert (folder / "model.safetensors").is_file()
+
+
+def test_the_recipe_for_prose_runs(tmp_path):
+    """As it is shipped, on its own corpus, but for the size and three steps instead of 600."""
+    model = ("d_model=32", "num_layers=1", "nhead=2", "rotary_emb_dim=16")
+    sizes = [f"student.model.{size}" for size in model] + ["student.tokenizer.vocab_size=400"]
+    steps = ["train.max_steps=3", "train.save_steps=3", "train.eval_steps=3", "train.use_cpu=true"]
+    few = ["train.per_device_train_batch_size=8", "eval.documents=1", "generation.draws=1"]
+    recipe = load_recipe("recipes/mdlm-text.yaml", [f"output={tmp_path / 'run'}", *sizes, *steps, *few])
+    result = train(recipe)
+    assert len(result["loss_per_step"]) == 3
+    # A bound in nats per token, of a model that knows nothing yet.
+    assert result["nelbo_nats_per_token"] == pytest.approx(math.log(400), rel=0.3)
+    assert result["bits_per_byte"] > 0
+    assert load_masked_lm(tmp_path / "run").num_embeddings == 400 + len(("MASK", "PAD"))
 
 
 def test_both_recipes_are_valid():

@@ -135,7 +135,7 @@ class RotaryTransformerMLMModel(nn.Module):
             else attention_mask.reshape(len(ids), *attention_mask.shape[len(batch_shape) :])
         )
         segments = None if segment_ids is None else segment_ids.reshape(-1, width)
-        real = _real_tokens(ids, mask, segments)
+        real = real_tokens(ids, mask, segments)
         place = count_positions(real, segments) if positions is None else positions.reshape(-1, width)
         self._check_positions(place if positions is not None or width > self.max_length else None)
         if where is not None and (mask is None or mask.ndim == 2):
@@ -314,7 +314,8 @@ def count_positions(real: Bool[Tensor, "B S"], segment_ids: Int[Tensor, "B S"] |
     return count * real
 
 
-def _real_tokens(ids: Tensor, mask: Tensor | None, segments: Tensor | None) -> Tensor:
+def real_tokens(ids: Int[Tensor, "B S"], mask: Tensor | None, segments: Tensor | None) -> Bool[Tensor, "B S"]:
+    """Which tokens are attended by any other, as mask ([B, S] or [B, S, S]) and segments (0 is padding) say."""
     if mask is None:
         real = torch.ones_like(ids, dtype=torch.bool) if segments is None else segments > 0
     elif mask.ndim == 2:

@@ -153,9 +153,9 @@ class MLMPredictor(nn.Module):
         return texts, results["x"]
 
     def _run(self, run: Generation, model: Any, seconds: list[float], started: float) -> int:
-        forwards, number = 0, 0
+        forwards, number, told = 0, 0, 0
         reveal = self._reveal_steps(run) if self.ddpm_cache or self.remasking is not None else None
-        self._tell(run, None, number)
+        self._tell(run, None, told)
         while bool(run.hidden.any()):
             number += 1
             active = run.hidden.any(1)
@@ -164,7 +164,8 @@ class MLMPredictor(nn.Module):
                 forwards += 1 + self._mixed(run, candidates)
                 logits = forbid(self._logits(run, model, candidates), [run.mask, *self.suppress_tokens])
                 self._fill(run, candidates, logits)
-                self._tell(run, (candidates, logits), number)
+                told += 1  # with remasking a step may fill nothing, and a history has no gaps
+                self._tell(run, (candidates, logits), told)
             if self.remasking is not None:
                 self._remask(run, number)
             now = time.perf_counter() - started

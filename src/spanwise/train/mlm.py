@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spanwise.batch import BatchedDataDict
 from spanwise.loss_parts import LossParts
 from spanwise.mlm import CosineNoiseSchedule, DefaultMLMCollator, MLMLoss
+from spanwise.mlm.backbones import is_causal
 from spanwise.mlm.generate import has_token
 from spanwise.mlm.sudoku import SUDOKU, puzzle_rows, split_grids, sudoku_puzzles, sudoku_tokenizer
 from spanwise.train import data as corpus
@@ -209,7 +210,7 @@ def _pretrained(source: str, dtype: Any, options: dict[str, Any]) -> Any:
     if source.endswith((".gguf", ":smollm2")):
         return load_model(source, dtype=dtype, **options)
     config: Any = load_auto(AutoConfig, "model configuration", source)
-    if any("CausalLM" in name or "LMHead" in name for name in config.architectures or []):
+    if any(is_causal(name) for name in config.architectures or []):
         return load_model(source, dtype=dtype, **options)
     return load_auto(AutoModelForMaskedLM, "masked language model", source, dtype=dtype, **options)
 
