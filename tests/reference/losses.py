@@ -5,6 +5,8 @@ Works in the dtype it is given (float64 as an oracle, float32 as the other side 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -128,3 +130,79 @@ def cross_entropy(z: Tensor, ids: Tensor, mask: Tensor, sample_mask: Tensor) -> 
     weight = (mask[:, 1:] != 0).to(z.dtype) * sample_mask.to(z.dtype)[:, None]
     aimed = torch.log_softmax(z[:, :-1], -1).gather(2, ids[:, 1:, None]).squeeze(2)
     return -(aimed * weight).sum(), weight.sum()
+
+
+def chunk_weight(alignment, sample_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Valid chunks and what each counts."""
+    valid = valid_chunks(alignment, sample_mask)
+    return valid, valid.to(dtype) * sample_mask.to(dtype)[:, None]
+
+
+def uld(z: Tensor, y: Tensor, alignment, *, sample_mask: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(total, count): both sorted, the narrower one filled up with zeros."""
+    valid, weight = chunk_weight(alignment, sample_mask, z.dtype)
+    sides = []
+    for logits, ids in ((z, alignment.student_chunk_id), (y, alignment.teacher_chunk_id)):
+        mean, _ = chunk_means(torch.softmax(logits / temperature, -1), shifted(ids), valid.shape[1])
+        room = max(z.shape[-1], y.shape[-1]) - logits.shape[-1]
+        sides.append(torch.nn.functional.pad(mean.sort(-1, descending=True).values, (0, room)))
+    each = (sides[0] - sides[1]).abs().sum(-1)
+    return (torch.where(valid, each, 0.0) * weight).sum() * temperature**2, weight.sum()
+
+
+def alm(
+    z: Tensor, y: Tensor, alignment, ids: Tensor, teacher_ids: Tensor, *, sample_mask: Tensor,
+    temperature: float = 1.0, difference: str = "forward", word_start: Tensor | None = None,
+    teacher_start: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(total, count): likelihoods of chunks as Bernoulli variables."""
+    valid, weight = chunk_weight(alignment, sample_mask, z.dtype)
+    likelihoods = []
+    for logits, tokens, chunk_id, start in (
+        (z, ids, alignment.student_chunk_id, word_start),
+        (y, teacher_ids, alignment.teacher_chunk_id, teacher_start),
+    ):
+        observed = torch.log_softmax(logits, -1).gather(2, torch.roll(tokens, -1, 1)[..., None])
+        mean, sizes = chunk_means(observed, shifted(chunk_id), valid.shape[1])
+        total = mean[..., 0] * sizes
+        if start is not None:
+            total = total + next_word_mass(logits, chunk_id, valid.shape[1], start)
+        likelihoods.append((total / temperature).clamp(max=math.log1p(-1e-6)).exp())
+    p, q = likelihoods
+    if difference == "abs":
+        each = (p - q).abs()
+    else:
+        a, b = (q, p) if difference == "forward" else (p, q)
+        each = a * (a.log() - b.log()) + (1 - a) * (torch.log1p(-a) - torch.log1p(-b))
+    return (torch.where(valid, each, 0.0) * weight).sum() * temperature**2, weight.sum()
+
+
+def next_word_mass(logits: Tensor, chunk_id: Tensor, chunks: int, word_start: Tensor) -> Tensor:
+    """[B, C] log-probability that a word begins after the chunk's last token."""
+    mass = torch.softmax(logits, -1)[..., word_start].sum(-1).log()
+    out = torch.zeros(len(logits), chunks, dtype=logits.dtype)
+    for b in range(len(logits)):
+        for c in range(chunks):
+            places = (chunk_id[b] == c).nonzero().squeeze(1)
+            if len(places):
+                out[b, c] = mass[b, places[-1]]
+    return out
+
+
+def same_vocab_kl(
+    z: Tensor, y: Tensor, mask: Tensor, sample_mask: Tensor, *, temperature: float = 1.0,
+    divergence: str = "forward", beta: float = 0.5,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(total, count), position by position; a position counts where the next token does."""
+    s, t = (torch.log_softmax(logits[:, :-1] / temperature, -1) for logits in (z, y))
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(-1)
+
+    if divergence == "jsd":
+        m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+        each = beta * kl(t, m) + (1 - beta) * kl(s, m)
+    else:
+        each = kl(t, s) if divergence == "forward" else kl(s, t)
+    weight = (mask[:, 1:] != 0).to(z.dtype) * sample_mask.to(z.dtype)[:, None]
+    return (each * weight).sum() * temperature**2, weight.sum()

@@ -93,7 +93,7 @@ def divergence(
     heavy = sorted(((m, i) for i, m in mass.items() if m > 0), key=lambda pair: (-pair[0], pair[1]))
     kept = [i for _, i in heavy[:keep]]
     rest = tail + sum(m for m, _ in heavy[keep:])
-    others = [v for v in range(len(logits)) if v not in kept]
+    others = sorted(set(range(len(logits))) - set(kept))
     student_tail = torch.logsumexp(logp[others], -1) if others else torch.tensor(-1e4, dtype=torch.float64)
     pairs = [(torch.tensor(mass[i], dtype=torch.float64), logp[i]) for i in kept]
     pairs.append((torch.tensor(max(rest, 0.0), dtype=torch.float64), student_tail))

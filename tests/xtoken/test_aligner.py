@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from spanwise.xtoken import AlignmentBatch, TokenAligner
 from tests.conftest import real_tokenizer
 from tests.xtoken.aligned import aligner, check_form, ids_of
+from tests.xtoken.test_align_hard_cases import RING
 
 
 class OnlyPieces:
@@ -50,15 +51,6 @@ def test_bos_and_eos_of_both_sides_are_one_pair_each_and_correct() -> None:
     assert found.student_chunk_id[0, -1] == found.teacher_chunk_id[0, -1] == found.num_chunks[0] - 1
 
 
-def test_bos_of_one_side_stands_alone() -> None:
-    llama3 = real_tokenizer("llama3_2")
-    found = align(
-        llama3, real_tokenizer("qwen3"), [llama3.bos_token_id, *ids_of("llama3_2", "Hi")], ids_of("qwen3", "Hi")
-    )
-    assert found.pair_valid.tolist() == [[True, True]]
-    assert found.pair_is_correct.tolist() == [[False, True]]
-
-
 def test_a_literal_is_text_and_an_inserted_token_is_not() -> None:
     llama2, qwen = real_tokenizer("llama2"), real_tokenizer("qwen3")
     mine = [llama2.bos_token_id, *ids_of("llama2", "<s>start")]
@@ -69,24 +61,100 @@ def test_a_literal_is_text_and_an_inserted_token_is_not() -> None:
     assert (found.teacher_chunk_id[0] == 1).sum() == len(qwen("<s>", add_special_tokens=False)["input_ids"])
 
 
-def test_padding_never_pairs_wherever_it_stands_and_whatever_its_id() -> None:
-    qwen, llama = real_tokenizer("qwen3"), real_tokenizer("llama3_2")
-    mine, theirs = ids_of("qwen3", "one two"), ids_of("llama3_2", "one two")
-    pad, eos = qwen.eos_token_id, llama.eos_token_id
-    student = torch.tensor([[pad, pad, *mine, qwen.eos_token_id], [pad] * (len(mine) + 3)])
-    teacher = torch.tensor([[*theirs, eos, eos, -100], [eos] * (len(theirs) + 3)])
-    student_mask, teacher_mask = torch.ones_like(student), torch.ones_like(teacher)
-    student_mask[0, :2] = student_mask[1] = 0
-    teacher_mask[0, -2:] = teacher_mask[1] = 0
-    found = aligner("qwen3", "llama3_2").align(
-        student, teacher, student_attention_mask=student_mask, teacher_attention_mask=teacher_mask.bool()
-    )
+ROWS = ["one two", "Été 12345: naïve\n\tx = 日本"]
+
+
+def padded(rows: list[list[int]], pad: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, with at least one place of padding in every row."""
+    width = max(map(len, rows)) + 1
+    ids, mask = torch.full((len(rows), width), pad), torch.zeros(len(rows), width, dtype=torch.long)
+    for row, content in enumerate(rows):
+        here = slice(width - len(content), width) if left else slice(len(content))
+        ids[row, here], mask[row, here] = torch.tensor(content, dtype=torch.long), 1
+    return ids, mask
+
+
+def same_as_alone(found: AlignmentBatch, row: int, masks: tuple[torch.Tensor, torch.Tensor], alone: Any) -> None:
+    """A row of a batch is what it is without the batch, and its padding is in no pair."""
+    for side, mask in zip(("student", "teacher"), masks, strict=True):
+        for field, nothing in (("chunk_id", -1), ("byte_end", -1), ("exact_partition_mask", False)):
+            values = getattr(found, f"{side}_{field}")[row]
+            assert values[mask[row] == 1].equal(getattr(alone, f"{side}_{field}")[0])
+            assert (values[mask[row] == 0] == nothing).all()
+    pairs = int(alone.num_chunks[0])
+    assert int(found.num_chunks[row]) == pairs
+    assert found.pair_is_correct[row, :pairs].equal(alone.pair_is_correct[0, :pairs])
+    assert not found.pair_valid[row, pairs:].any()
+
+
+@pytest.mark.parametrize(("student", "teacher"), RING)
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_never_pairs_wherever_it_stands_and_whatever_its_id(student: str, teacher: str, left: bool) -> None:
+    """pad equals eos, and one row ends with a real eos; the last row is all padding; no mask means all are real."""
+    eos = [real_tokenizer(name).eos_token_id for name in (student, teacher)]
+    rows = [[ids_of(name, text) for text in ROWS] for name in (student, teacher)]
+    for side, end in zip(rows, eos, strict=True):
+        side.append([*side[0], end])
+        side.append([])
+    (mine, my_mask), (theirs, their_mask) = (padded(side, end, left) for side, end in zip(rows, eos, strict=True))
+    made = aligner(student, teacher)
+    found = made.align(mine, theirs, student_attention_mask=my_mask, teacher_attention_mask=their_mask.bool())
     check_form(found)
-    assert (found.student_chunk_id[student_mask == 0] == -1).all()
-    assert (found.student_byte_end[student_mask == 0] == -1).all()
-    assert found.num_chunks.tolist() == [3, 0]
-    assert found.pair_valid[1].sum() == 0
-    assert found.pair_is_correct[0].tolist() == [True] * 3
+    for row in range(3):
+        alone = made.align(torch.tensor([rows[0][row]]), torch.tensor([rows[1][row]]))
+        assert alone.pair_is_correct[0].any()
+        same_as_alone(found, row, (my_mask, their_mask), alone)
+    assert found.pair_is_correct[2, found.num_chunks[2] - 1], "both ends of text are one pair"
+    assert int(found.num_chunks[3]) == 0
+    assert (found.student_chunk_id[3] == -1).all()
+    assert (found.teacher_chunk_id[3] == -1).all()
+
+
+def control_token(name: str, role: str) -> int:
+    """The tokenizer's BOS or EOS, or another control token where it has none."""
+    tokenizer = real_tokenizer(name)
+    named = getattr(tokenizer, f"{role}_token_id")
+    return tokenizer.all_special_ids[0] if named is None else named
+
+
+@pytest.mark.parametrize(("student", "teacher"), RING)
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("role", ["bos", "eos"])
+def test_a_control_token_of_one_side_stands_alone(student: str, teacher: str, side: int, role: str) -> None:
+    for text in ROWS:
+        plain = [ids_of(name, text) for name in (student, teacher)]
+        token = control_token((student, teacher)[side], role)
+        rows = list(plain)
+        rows[side] = [token, *plain[side]] if role == "bos" else [*plain[side], token]
+        made = aligner(student, teacher)
+        alone = made.align(*(torch.tensor([ids]) for ids in plain))
+        found = made.align(*(torch.tensor([ids]) for ids in rows))
+        check_form(found)
+        place, before = (0, 1) if role == "bos" else (int(alone.num_chunks[0]), 0)
+        assert int(found.num_chunks[0]) == int(alone.num_chunks[0]) + 1
+        assert not found.pair_is_correct[0, place]
+        assert found.pair_is_correct[0, [p for p in range(len(found.pair_valid[0])) if p != place]].equal(
+            alone.pair_is_correct[0]
+        )
+        other = ("student", "teacher")[1 - side]
+        expected = getattr(alone, f"{other}_chunk_id")
+        assert getattr(found, f"{other}_chunk_id").equal(torch.where(expected >= 0, expected + before, expected))
+
+
+@pytest.mark.parametrize(("student", "teacher"), RING)
+@pytest.mark.parametrize("empty", [0, 1])
+def test_an_empty_row_beside_a_full_one(student: str, teacher: str, empty: int) -> None:
+    """One side of the second row was cut to nothing: nothing there is claimed, and the first row does not notice."""
+    names = (student, teacher)
+    rows = [[ids_of(name, ROWS[1]), ids_of(name, ROWS[0])] for name in names]
+    rows[empty][1] = []
+    sides = [padded(side, control_token(name, "eos"), False) for side, name in zip(rows, names, strict=True)]
+    made = aligner(student, teacher)
+    found = made.align(sides[0][0], sides[1][0], student_attention_mask=sides[0][1], teacher_attention_mask=sides[1][1])
+    check_form(found)
+    alone = made.align(*(torch.tensor([side[0]]) for side in rows))
+    same_as_alone(found, 0, (sides[0][1], sides[1][1]), alone)
+    assert not found.pair_is_correct[1].any()
 
 
 def test_byte_ends_count_the_text_and_agree_at_common_boundaries() -> None:
@@ -136,22 +204,38 @@ def test_quality_says_how_it_was_found() -> None:
     )
 
 
-def test_wordpiece_and_unigram_abstain_rather_than_claim(byte_bpe: Any, wordpiece: Any, unigram: Any) -> None:
-    text = "Hello World, the 日本 naïve ﬁle of ½ things; statement is executed."
-    for student in (wordpiece, unigram):
-        ids, other = student(text)["input_ids"], byte_bpe(text)["input_ids"]
-        found = align(student, byte_bpe, ids, other, texts=[text])
-        unknown = torch.tensor([i == student.unk_token_id for i in ids])
-        claimed = torch.tensor(
-            [c >= 0 and bool(found.pair_is_correct[0, c]) for c in found.student_chunk_id[0].tolist()]
-        )
-        assert unknown.any()
-        assert not (claimed & unknown).any()
-        for chunk in found.pair_is_correct[0].nonzero().flatten().tolist():
-            left = [ids[i] for i, c in enumerate(found.student_chunk_id[0].tolist()) if c == chunk]
-            right = [other[i] for i, c in enumerate(found.teacher_chunk_id[0].tolist()) if c == chunk]
-            spelled = "".join(p.removeprefix("##").replace("▁", " ") for p in student.convert_ids_to_tokens(left))
-            assert spelled.strip() == byte_bpe.decode(right).strip()
+DOUBTFUL = "Hello World, the 日本 naïve ﬁle of ½ things; statement is executed."
+
+
+def claims(student: Any, teacher: Any, text: str) -> int:
+    """How many pairs are claimed; none holds an unknown token, and all spell the same on both sides."""
+    ids, other = student(text)["input_ids"], teacher(text)["input_ids"]
+    found = align(student, teacher, ids, other, texts=[text])
+    unknown = torch.tensor([i == student.unk_token_id for i in ids])
+    claimed = torch.tensor([c >= 0 and bool(found.pair_is_correct[0, c]) for c in found.student_chunk_id[0].tolist()])
+    assert unknown.any()
+    assert not (claimed & unknown).any()
+    correct = found.pair_is_correct[0].nonzero().flatten().tolist()
+    for chunk in correct:
+        left = [ids[i] for i, c in enumerate(found.student_chunk_id[0].tolist()) if c == chunk]
+        right = [other[i] for i, c in enumerate(found.teacher_chunk_id[0].tolist()) if c == chunk]
+        spelled = "".join(p.removeprefix("##").replace("▁", " ") for p in student.convert_ids_to_tokens(left))
+        assert spelled.strip() == teacher.decode(right).strip()
+    return len(correct)
+
+
+def test_wordpiece_abstains_rather_than_claim(byte_bpe: Any, wordpiece: Any) -> None:
+    assert 5 < claims(wordpiece, byte_bpe, DOUBTFUL) < len(wordpiece(DOUBTFUL)["input_ids"])
+
+
+def test_unigram_abstains_rather_than_claim(byte_bpe: Any, unigram: Any) -> None:
+    """On a short text wholly; in a long one around what NFKC and unknown tokens changed."""
+    from tests.tiny_tokenizers import corpus
+
+    assert claims(unigram, byte_bpe, DOUBTFUL) == 0
+    before, after = (" ".join(corpus()[number][:600].split()) for number in (3, 5))
+    text = f"{before} {DOUBTFUL} {after}"
+    assert 150 < claims(unigram, byte_bpe, text) < len(unigram(text)["input_ids"]) - 40
 
 
 def test_two_wordpiece_tokenizers_agree_without_texts(wordpiece: Any) -> None:

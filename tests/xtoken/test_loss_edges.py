@@ -10,18 +10,47 @@ import pytest
 import torch
 
 from spanwise.teachers.scores import TeacherScores
-from spanwise.xtoken.losses import alm, count_chunks, gold, next_token_ce, plan_chunks, projected_kl, same_vocab_kl, uld
+from spanwise.xtoken.losses import (
+    alm,
+    count_chunks,
+    gold,
+    next_token_ce,
+    plan_chunks,
+    prefix_kl,
+    projected_kl,
+    same_vocab_kl,
+    uld,
+)
 from spanwise.xtoken.projection import Projection
 from tests.reference import losses as twin
+from tests.xtoken import test_loss_prefix
 from tests.xtoken.cases import Case, assert_same, dense_matrix, random_case
 from tests.xtoken.test_loss_gold import partition
 
 LOSSES = ["projected", "gold", "hkl", "uld", "alm"]
+# Those that read positions, not chunks.
+TEMPERED = [*LOSSES, "prefix", "same_vocab", "jsd"]
+EVERY = [*TEMPERED, "ce"]
 
 
 def run(which: str, case: Case, **options):
-    """One chunk loss on a case."""
+    """One loss on a case; those that read positions take the case's logits and rows as far as they fit them."""
     z, scores = options.pop("z", case.z), options.pop("scores", TeacherScores(logits=case.y))
+    if which == "ce":
+        options = {name: given for name, given in options.items() if name not in ("temperature", "reverse")}
+        return next_token_ce(z, torch.zeros(z.shape[:2], dtype=torch.long), **options)
+    if which in ("same_vocab", "jsd"):
+        kind = "jsd" if which == "jsd" else "reverse" if options.get("reverse") else "forward"
+        options.pop("reverse", None)
+        seen = TeacherScores(logits=scores.logits[:, : z.shape[1], : z.shape[2]])
+        return same_vocab_kl(z, seen, input_ids=torch.zeros(z.shape[:2], dtype=torch.long), divergence=kind, **options)
+    if which == "prefix":
+        seen = TeacherScores(logits=scores.logits[..., : len(test_loss_prefix.TEACHER)])
+        alignment, ids, teacher_ids = prefix_rows_of(case)
+        return prefix_kl(
+            z, seen, alignment, trie=test_loss_prefix.trie(), student_input_ids=ids, teacher_input_ids=teacher_ids,
+            **options,
+        )  # fmt: skip
     if which == "projected":
         return projected_kl(z, scores, case.alignment, case.projection, vocab_topk=6, **options)
     if which in ("gold", "hkl"):
@@ -35,6 +64,28 @@ def run(which: str, case: Case, **options):
         z, scores, case.alignment, student_input_ids=ids, student_vocab_size=9, difference=difference,
         teacher_input_ids=torch.zeros(case.y.shape[:2], dtype=torch.long), **options,
     )  # fmt: skip
+
+
+def prefix_rows_of(case: Case):
+    """Rows of toy tokens in the case's shape; one without any valid pair there has none here."""
+    (rows, s), t = case.z.shape[:2], case.y.shape[1]
+    text = b"abcabcaab" if s >= 7 else b"abca"
+    alignment, ids, teacher_ids, *_ = test_loss_prefix.batch([text] * rows)
+
+    def widened(values: torch.Tensor, width: int, fill: int) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=fill)
+
+    alignment = replace(
+        alignment,
+        pair_valid=alignment.pair_valid & case.alignment.pair_valid.any(1)[:, None],
+        student_exact_partition_mask=torch.zeros(rows, s, dtype=torch.bool),
+        teacher_exact_partition_mask=torch.zeros(rows, t, dtype=torch.bool),
+        student_chunk_id=widened(alignment.student_chunk_id, s, -1),
+        teacher_chunk_id=widened(alignment.teacher_chunk_id, t, -1),
+        student_byte_end=widened(alignment.student_byte_end, s, -1),
+        teacher_byte_end=widened(alignment.teacher_byte_end, t, -1),
+    )
+    return alignment, widened(ids, s, 0), widened(teacher_ids, t, 0)
 
 
 def gradient(parts, z: torch.Tensor) -> torch.Tensor:
@@ -127,7 +178,7 @@ def test_chunk_ids_need_not_be_contiguous(which: str) -> None:
     assert_same(run(which, case), expected, case.z)
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", EVERY)
 @pytest.mark.parametrize("temperature", [1e-2, 1.0, 1e2])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_infinities_and_extremes_stay_finite(which: str, temperature: float, reverse: bool) -> None:
@@ -161,14 +212,14 @@ def test_minus_infinity_equals_the_twin(which: str, reverse: bool) -> None:
     torch.testing.assert_close(parts.total, expected[0], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", TEMPERED)
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
 def test_temperatures_that_are_none_are_refused(which: str, temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature"):
         run(which, random_case(1), temperature=temperature)
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", [*LOSSES, "same_vocab", "jsd", "ce"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_gradcheck(which: str, reverse: bool, temperature: float) -> None:
@@ -187,7 +238,7 @@ def test_gradcheck(which: str, reverse: bool, temperature: float) -> None:
     assert torch.autograd.gradcheck(value, case.z)
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", EVERY)
 def test_low_precision_sums_in_float32(which: str) -> None:
     """bf16 inputs under bf16 autocast: within 1e-3 of the float32 run on the same rounded values."""
     case = random_case(9)
@@ -217,7 +268,7 @@ def test_low_precision_sums_in_float32(which: str) -> None:
     assert not gradient(parts, half).isnan().any()
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", EVERY)
 def test_float32_against_a_float64_oracle(which: str) -> None:
     case = random_case(10, batch=3, s=12, t=12, chunks=9)
     z = case.z.detach().float().requires_grad_()
@@ -230,7 +281,7 @@ def test_float32_against_a_float64_oracle(which: str) -> None:
     assert (gradient(rough, z).double() - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", EVERY)
 def test_inputs_stay_as_they_were_unless_in_place_was_asked(which: str) -> None:
     case = random_case(2)
     before = [t.clone() for t in (case.z.detach(), case.y, case.projection.indices, case.alignment.student_chunk_id)]
@@ -248,7 +299,7 @@ def test_inputs_stay_as_they_were_unless_in_place_was_asked(which: str) -> None:
     torch.testing.assert_close(logits.detach(), wanted)
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", EVERY)
 def test_no_grad_makes_no_gradient_buffer(which: str, monkeypatch) -> None:
     case = random_case(2)
     monkeypatch.setattr("spanwise.xtoken.losses.rows._empty_gradient", lambda *_: pytest.fail("a buffer was made"))
@@ -259,7 +310,7 @@ def test_no_grad_makes_no_gradient_buffer(which: str, monkeypatch) -> None:
     torch.testing.assert_close(quiet.total, run(which, case).total.detach())
 
 
-@pytest.mark.parametrize("which", LOSSES)
+@pytest.mark.parametrize("which", EVERY)
 def test_scale_multiplies_total_and_gradient_only(which: str) -> None:
     case = random_case(2)
     plain, scaled = run(which, case), run(which, case, scale=0.25)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,12 +13,14 @@ from spanwise.xtoken.alignment import AlignmentBatch
 from spanwise.xtoken.losses import (
     CrossEntropyRows,
     Head,
+    PrefixTrie,
     checked_head,
     fused,
     gold,
     gold_rows,
     next_token_ce,
     plan_chunks,
+    plan_prefix,
     plan_tokens,
     prefix_kl,
     prefix_rows,
@@ -25,8 +29,10 @@ from spanwise.xtoken.losses import (
     together,
 )
 from spanwise.xtoken.projection import Projection
+from tests.reference import losses as twin
 from tests.xtoken import test_loss_prefix
 from tests.xtoken.cases import random_alignment, random_case, random_projection
+from tests.xtoken.test_loss_gold import partition
 
 
 def random_head(width: int, hidden: int, kind: str, dtype: torch.dtype = torch.float64) -> Head:
@@ -92,8 +98,6 @@ def test_together_keeps_the_parts_apart_and_works_unfused() -> None:
 def test_prefix_kl_fused() -> None:
     alignment, ids_s, ids_t, *_ = test_loss_prefix.batch([b"abcabca", b"caab"])
     trie = test_loss_prefix.trie()
-    from spanwise.xtoken.losses import plan_prefix
-
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(*ids_s.shape, 5, generator=g, dtype=torch.float64).requires_grad_()
     head = random_head(9, 5, "bias")
@@ -164,6 +168,67 @@ def test_no_tensor_of_all_rows_by_vocabulary(which: str, monkeypatch) -> None:
         torch.testing.assert_close(one / other.abs().max(), other / other.abs().max(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("which", ["projected", "gold", "ce", "prefix"])
+def test_fused_over_a_wide_head_against_the_naive_twin_in_float64(which: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    students, teachers, rows = 49_200, 50_257, 65
+    # As deep as heads are: for a few columns some kernels add the 49,200 terms of a gradient one by one, in float32.
+    depth = 64
+    head = Head((torch.randn(students, depth, generator=g) / 3).requires_grad_())
+    if which == "prefix":
+        student = [*test_loss_prefix.STUDENT[:-2], *(f"z{n}".encode() for n in range(students - 9)), b"", b""]
+        teacher = test_loss_prefix.TEACHER
+        alignment, ids, teacher_ids, rows_s, rows_t = test_loss_prefix.batch([b"abcabca", b"caabb"], student, teacher)
+        trie = PrefixTrie.from_bytes(student, teacher, [(students - 1, len(teacher) - 1)])
+        hidden = torch.randn(*ids.shape, depth, generator=g).requires_grad_()
+        scores = TeacherScores(logits=torch.randn(*teacher_ids.shape, len(teacher), generator=g))
+        loss = prefix_rows(plan_prefix(alignment, trie, ids, teacher_ids), scores, trie)
+    else:
+        hidden = torch.randn(1, rows, depth, generator=g).requires_grad_()
+        ids = torch.randint(0, students, (1, rows), generator=g)
+        targets = torch.randint(0, teachers, (students, 4), generator=g)
+        weights = torch.rand(students, 4, generator=g)
+        # Three quarters of the rows are exact, so that gold has both common ids and tails.
+        exact = torch.arange(students) % 4 > 0
+        targets[exact, 0], targets[exact, 1:] = torch.arange(students)[exact], -1
+        weights[exact, 0], weights[exact, 1:] = 1.0, 0.0
+        projection = Projection(targets, weights, teachers)
+        chunk = torch.cat([torch.tensor([-1]), torch.arange(rows - 1) * 3 // 4])[None]
+        pairs, nothing = torch.ones(1, 48, dtype=torch.bool), torch.zeros(1, rows, dtype=torch.bool)
+        alignment = AlignmentBatch(pairs, pairs, nothing, nothing, chunk, chunk, torch.tensor([48]))
+        scores = TeacherScores(logits=torch.randn(1, rows, teachers, generator=g))
+        if which == "ce":
+            loss = CrossEntropyRows(plan_tokens(ids), students, 1.0)
+        else:
+            make = projected_rows if which == "projected" else gold_rows
+            loss = make(plan_chunks(alignment), scores, projection)
+    got = torch.autograd.grad(fused(hidden, head, loss), [hidden, head.weight])
+    value = fused(hidden, head, loss).detach()
+
+    exact_hidden, exact_weight = (leaf.detach().double().requires_grad_() for leaf in (hidden, head.weight))
+    logits = exact_hidden @ exact_weight.T
+    y = scores.logits.double()
+    if which == "projected":
+        entries = projection.indices.flatten() >= 0
+        place = torch.stack([torch.arange(students).repeat_interleave(4), projection.indices.flatten()])[:, entries]
+        matrix = torch.sparse_coo_tensor(
+            place, projection.likelihoods.flatten()[entries].double(), (students, teachers), check_invariants=True
+        ).coalesce()
+        expected, _ = twin.projected_kl(logits, y, alignment, matrix)
+    elif which == "gold":
+        expected, _ = twin.gold(logits, y, alignment, partition(projection, False))
+    elif which == "ce":
+        expected, _ = twin.cross_entropy(logits, ids, torch.ones(1, rows), torch.ones(1))
+    else:
+        expected, _ = test_loss_prefix.twin_total(
+            rows_s, rows_t, logits, y, keep=24, temperature=1.0, reverse=False, student=student
+        )
+    torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    wanted = torch.autograd.grad(expected, [exact_hidden, exact_weight])
+    for one, other in zip(got, wanted, strict=True):
+        assert float((one.double() - other).abs().max()) <= 1e-5 * float(other.abs().max())
+
+
 def tiny_model(kind: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -203,6 +268,18 @@ def test_lora_on_the_head_is_read() -> None:
     head = checked_head(model, torch.arange(3, 15)[None])
     assert head is not None
     assert head.lora_a is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "named"), [({"lora_dropout": 0.5}, "lora_dropout = 0.5"), ({"use_dora": True}, "Dora")]
+)
+def test_what_lora_does_only_while_training_falls_back_loudly(more: dict[str, Any], named: str) -> None:
+    """In evaluation mode, at the start, both give the very logits that the head as read gives."""
+    from peft import LoraConfig, get_peft_model
+
+    made = LoraConfig(target_modules=["lm_head"], r=2, **more)
+    with pytest.warns(UserWarning, match=f"fused loss is not used.*{named}.*expected.*probably.*Fix:"):
+        assert checked_head(get_peft_model(tiny_model("llama"), made), torch.arange(3, 15)[None]) is None
 
 
 def test_a_head_that_does_more_than_it_says_falls_back_loudly() -> None:

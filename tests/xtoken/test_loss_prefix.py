@@ -35,13 +35,13 @@ def trie() -> PrefixTrie:
     return PrefixTrie.from_bytes(STUDENT, TEACHER, [(len(STUDENT) - 1, len(TEACHER) - 1)])
 
 
-def twin_total(rows_s, rows_t, z, y, *, keep, temperature, reverse, min_mass=0.1):
+def twin_total(rows_s, rows_t, z, y, *, keep, temperature, reverse, min_mass=0.1, student=STUDENT):
     total, count = torch.zeros((), dtype=torch.float64), 0
     for b, (ids_s, ids_t) in enumerate(zip(rows_s, rows_t, strict=True)):
         logp = torch.log_softmax(y[b].double() / temperature, -1)
         for position in range(1, len(ids_s)):
             made = twin.distribution(
-                STUDENT, TEACHER, ids_s, ids_t, logp, position, {len(TEACHER) - 1: len(STUDENT) - 1}
+                student, TEACHER, ids_s, ids_t, logp, position, {len(TEACHER) - 1: len(student) - 1}
             )
             assert made is not None
             mass, tail, kept = made

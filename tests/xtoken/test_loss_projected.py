@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spanwise.teachers.scores import TeacherScores
 from spanwise.xtoken.losses import count_chunks, plan_chunks, projected_kl, share_scores
 from tests.reference import losses as twin
-from tests.xtoken.cases import assert_same, dense_matrix, random_case
+from tests.xtoken.cases import SHAPES, SHAPES_RTOL, assert_same, dense_matrix, random_case
 
 
 @settings(max_examples=60)
@@ -35,6 +35,16 @@ def test_equals_the_twin(seed, topk, temperature, reverse, only_correct, scope, 
     assert_same(parts, expected, case.z)
     counted = count_chunks(case.alignment, sample_mask=case.sample_mask, exact_token_match_only=only_correct)
     assert float(counted) == float(parts.count)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), SHAPES, st.booleans(), st.sampled_from([1, 3, 50]))
+def test_equals_the_twin_at_any_shape(seed, shape, reverse, topk) -> None:
+    case = random_case(seed, **shape)
+    options = {"temperature": 2.0, "reverse": reverse, "vocab_topk": topk, "sample_mask": case.sample_mask}
+    expected = twin.projected_kl(case.z, case.y, case.alignment, dense_matrix(case.projection), **options)
+    parts = projected_kl(case.z, TeacherScores(logits=case.y), case.alignment, case.projection, **options)
+    assert_same(parts, expected, case.z, rtol=SHAPES_RTOL)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -73,6 +73,33 @@ def test_tiles_do_not_show(monkeypatch) -> None:
         )
 
 
+@pytest.mark.parametrize("which", ["projected", "gold", "hkl", "uld", "alm"])
+def test_two_documents_in_a_row_equal_two_rows(which: str) -> None:
+    case, weights = random_case(2, batch=2), torch.tensor([1.0, 0.5])
+    (s, t), pairs = (case.z.shape[1], case.y.shape[1]), case.alignment.pair_valid.shape[1]
+    a, offset = case.alignment, torch.tensor([[0], [pairs]])
+    joined = random_case(2, batch=1, s=2 * s, t=2 * t)
+    joined.z = case.z.detach().reshape(1, 2 * s, -1).requires_grad_()
+    joined.y = case.y.reshape(1, 2 * t, -1)
+    joined.projection = case.projection
+    joined.alignment = type(a)(
+        a.pair_valid.reshape(1, -1), a.pair_is_correct.reshape(1, -1), a.student_exact_partition_mask.reshape(1, -1),
+        a.teacher_exact_partition_mask.reshape(1, -1),
+        torch.where(a.student_chunk_id >= 0, a.student_chunk_id + offset, -1).reshape(1, -1),
+        torch.where(a.teacher_chunk_id >= 0, a.teacher_chunk_id + offset, -1).reshape(1, -1),
+        torch.tensor([2 * pairs]),
+    )  # fmt: skip
+    plan = plan_chunks(
+        joined.alignment, sample_mask=weights, segment_ids=torch.tensor([[1] * s + [2] * s]),
+        teacher_segment_ids=torch.tensor([[1] * t + [2] * t]), pair_document=torch.tensor([[0] * pairs + [1] * pairs]),
+    )  # fmt: skip
+    apart, packed = run(which, case, sample_mask=weights), run(which, joined, plan=plan)
+    assert float(packed.count) == float(apart.count) > 0
+    torch.testing.assert_close(packed.total, apart.total)
+    (wanted,), (got,) = torch.autograd.grad(apart.total, case.z), torch.autograd.grad(packed.total, joined.z)
+    torch.testing.assert_close(got.reshape_as(wanted), wanted)
+
+
 def rank_main(rank: int, file: str, pipe) -> None:
     """One of two data-parallel ranks; first both have valid chunks, then only rank 0."""
     torch.set_num_threads(1)
@@ -89,7 +116,7 @@ def rank_main(rank: int, file: str, pipe) -> None:
         local = count_chunks(part.alignment)
         total_count = dp_all_reduce_sum(local)
         pairs = {}
-        for which in ("projected", "gold", "alm"):
+        for which in ("projected", "gold", "alm", "prefix"):
             z = part.z.detach().requires_grad_()
             parts = run(which, part, z=z, scale=1.0 / max(float(total_count), 1.0))
             parts.total.backward()
@@ -131,7 +158,8 @@ def test_two_ranks_equal_one(tmp_path) -> None:
                 wanted = torch.autograd.grad(whole.total, case.z)[0][2 * rank : 2 * rank + 2]
                 torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), wanted, rtol=1e-6, atol=1e-9)
     assert results[1][0] == 0.0
-    assert torch.tensor(results[1][3]["projected"][1]).eq(0).all()
+    for which in ("projected", "prefix"):
+        assert torch.tensor(results[1][3][which][1]).eq(0).all()
     for process in processes:
         process.join(30)
         assert process.exitcode == 0

@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from spanwise.cli import main
 from spanwise.spans.table import token_table
@@ -15,7 +17,7 @@ from spanwise.xtoken.projection_build import build_projection
 from spanwise.xtoken.projection_file import save_sparse_projection
 from spanwise.xtoken.projection_report import check_projection, describe
 from tests.conftest import real_tokenizer
-from tests.tiny_tokenizers import byte_level_bpe
+from tests.tiny_tokenizers import byte_level_bpe, sentencepiece_bpe
 
 PAIRS = ["byte_bpe/sentencepiece_bpe", "sentencepiece_bpe/byte_bpe", "byte_bpe/unigram", "wordpiece/byte_bpe"]
 
@@ -72,14 +74,28 @@ def test_weights_of_a_split_token() -> None:
     assert two_parts > 20
 
 
-def test_invalid_utf8_is_split_by_bytes(byte_bpe, sentencepiece_bpe) -> None:
-    near, far = ordinary_bytes(byte_bpe), ordinary_bytes(sentencepiece_bpe)
-    projection = build_projection(byte_bpe, sentencepiece_bpe)
-    lone = next(i for i, token in enumerate(near) if token == b"\xe9")
+def sentencepiece_with(letter: str):
+    """The tiny SentencePiece tokenizer with one more piece, a letter that its training text lacks."""
+    tokenizer = sentencepiece_bpe()
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    state["model"]["vocab"][letter] = len(state["model"]["vocab"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def test_invalid_utf8_is_split_by_bytes(byte_bpe) -> None:
+    """The letter é is two bytes, not the byte E9, in either direction."""
+    pieces = sentencepiece_with("é")
+    near, far = ordinary_bytes(byte_bpe), ordinary_bytes(pieces)
+    letter = far.index("é".encode())
+    projection = build_projection(byte_bpe, pieces)
+    lone = near.index(b"\xe9")
     assert far[int(projection.indices[lone, 0])] == b"\xe9"
-    # The letter é is two bytes, not the byte E9.
-    letter = [j for j, token in enumerate(far) if token == "é".encode()]
-    assert int(projection.indices[lone, 0]) not in letter
+    assert letter not in projection.indices[lone].tolist()
+    back = build_projection(pieces, byte_bpe)
+    assert [near[i] for i in back.indices[letter, :2].tolist()] == [b"\xc3", b"\xa9"]
+    assert lone not in back.indices[letter].tolist()
 
 
 def test_specials_pair_by_role(byte_bpe, sentencepiece_bpe) -> None:
@@ -204,9 +220,24 @@ def run(capsys, *words: str) -> dict:
 
 
 @pytest.mark.full
-def test_real_pair_is_exact_and_complete() -> None:
-    student, teacher = real_tokenizer("llama3_2"), real_tokenizer("qwen2_5")
+@pytest.mark.parametrize(
+    ("student", "teacher"),
+    [
+        ("llama3_2", "qwen2_5"), ("llama2", "qwen3"), ("qwen3", "llama2"), ("llama3_2", "gemma3"),
+        ("gemma3", "llama3_2"),
+    ],
+)  # fmt: skip
+def test_real_pair_is_exact_and_complete(student: str, teacher: str) -> None:
+    student, teacher = real_tokenizer(student), real_tokenizer(teacher)
     projection = build_projection(student, teacher)
     near, far = ordinary_bytes(student), set(ordinary_bytes(teacher))
     exact = set(projection.exact_rows().tolist())
     assert all((i in exact) == (token in far) for i, token in enumerate(near) if token)
+    ordinary = ordinary_bytes(teacher)
+    assert all(ordinary[int(projection.indices[i, 0])] == near[i] for i in exact if near[i])
+    filled = (projection.indices >= 0).any(-1)
+    assert (projection.likelihoods[filled].sum(-1) - 1).abs().max() < 1e-6
+    # The letter é, and the lone byte E9 where both sides have one, each pair with their own kind.
+    for token in ("é".encode(), b"\xe9"):
+        if token in near and token in ordinary:
+            assert ordinary[int(projection.indices[near.index(token), 0])] == token

@@ -89,6 +89,7 @@ class TokenAligner:
         student_attention_mask: Int[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
         teacher_attention_mask: Int[Tensor, "..."] | Bool[Tensor, "..."] | None = None,
         texts: Sequence[str] | None = None,
+        check_texts: bool = True,
     ) -> AlignmentBatch:
         """Align a batch.
 
@@ -99,6 +100,8 @@ class TokenAligner:
                 it stands and whatever its id. None means that every token is real.
             teacher_attention_mask: [B, T], likewise.
             texts: the B texts, if known; tokenizers whose pieces do not spell their text (WordPiece) need them.
+            check_texts: refuse texts that have next to nothing in common with their ids; False for a caller that made
+                the ids from these very texts, and so knows better than any comparison.
 
         Returns:
             AlignmentBatch. A row without tokens has no pairs.
@@ -122,7 +125,7 @@ class TokenAligner:
                 f"the student has {student.shape[0]} rows and the teacher {teacher.shape[0]}; expected equal batch "
                 "sizes. The two sides were probably collated apart. Fix: pass the same rows, in the same order."
             )
-        if texts is not None:
+        if texts is not None and check_texts:
             refuse_other_texts(texts, (student.tokens, teacher.tokens))
         return self.align_sides(student, teacher, texts)
 

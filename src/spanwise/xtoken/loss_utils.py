@@ -64,15 +64,15 @@ def rebuild_teacher_full_logits_from_ipc(data: Mapping[str, Any]) -> Tensor:
         )
     rows = [int(sample["sample_idx_within_rank"]) for sample in samples]
     first = samples[0]["rank_logits_ipc"]
-    ranks = {(tuple(s["rank_logits_ipc"]["process"]), s["rank_logits_ipc"]["generation"]) for s in samples}
-    if len(ranks) != 1 or rows != list(range(rows[0], rows[0] + len(rows))):
+    logits = attach_logits(first)
+    apart = sum(sample["rank_logits_ipc"] != first for sample in samples)
+    if apart or rows != list(range(rows[0], rows[0] + len(rows))):
         raise ValueError(
-            f"the micro-batch's samples lie at rows {rows} of {len(ranks)} buffer(s); expected consecutive rows of "
-            "one, since a view cannot gather. The batch was probably shuffled after the teacher's pass. Fix: slice "
-            "micro-batches in the order of the producer's rows, or gather explicitly with "
+            f"the micro-batch's samples lie at rows {rows}, {apart} of them in another buffer; expected consecutive "
+            "rows of one, since a view cannot gather. The batch was probably shuffled after the teacher's pass. Fix: "
+            "slice micro-batches in the order of the producer's rows, or gather explicitly with "
             "attach_logits(handle)[rows]."
         )
-    logits = attach_logits(first)
     if rows[0] < 0 or rows[-1] >= len(logits):
         raise ValueError(
             f"the micro-batch asks for rows {rows[0]} to {rows[-1]} of a buffer of {len(logits)}; expected rows "

@@ -79,13 +79,15 @@ def _align_parts(aligner: Any, placements: Sequence[Placement]) -> Any:
     teacher = [p.teacher_ids[s.teacher[0] : s.teacher[1]] for p, s in parts]
     student_ids, student_mask = rectangle(student, 0, max(map(len, student)), 1)
     teacher_ids, teacher_mask = rectangle(teacher, 0, max(map(len, teacher)), 1)
-    texts = [s.text or "" for _, s in parts] if getattr(aligner, "needs_texts", False) else None
+    known: dict[str, Any] = {}
+    if getattr(aligner, "needs_texts", False):
+        known = {"texts": [s.text or "" for _, s in parts], "check_texts": False}
     found = aligner.align(
         student_ids,
         teacher_ids,
         student_attention_mask=student_mask,
         teacher_attention_mask=teacher_mask,
-        texts=texts,
+        **known,
     )
     return iter([(found, place) for place in range(len(parts))])
 

@@ -1,15 +1,17 @@
 """The student's LM head as the fused losses see it: weight, bias, LoRA, scaling and soft-capping, read from the model.
 
 What a model does after its last hidden state is only partly visible in its configuration, so what was read is compared
-with the model's own logits on one row; where they differ the head is refused with a warning and the unfused path is to
-be used.
+with the model's own logits on one row, in the type in which the model itself multiplies (autocast has its own); where
+they differ the head is refused with a warning and the unfused path is to be used.
 
 Shapes: V head width, H hidden size, r LoRA rank, S row length.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-# Agreement with the model's logits, relative to their largest magnitude, by the dtype of the weights.
+# Agreement with the model's logits, relative to their largest magnitude, by the dtype of the product.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
 
 
@@ -75,11 +77,50 @@ def read_head(model: Any) -> Head:
             f"the LM head carries the LoRA adapters {adapters}; expected one. Fix: activate one, or use the unfused "
             "losses."
         )
+    for adapter in adapters:
+        _refuse_hidden_work(layer, adapter)
     a = layer.lora_A[adapters[0]].weight if adapters else None
     b = layer.lora_B[adapters[0]].weight if adapters else None
     scaling = float(layer.scaling[adapters[0]]) if adapters else 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
     return Head(base.weight, getattr(base, "bias", None), multiplier, softcap, a, b, scaling)
+
+
+def _refuse_hidden_work(layer: Any, adapter: str) -> None:
+    """Raise for what a comparison before training cannot see: dropout, and variants that begin as plain LoRA."""
+    dropout = getattr(layer.lora_dropout[adapter], "p", 0.0)
+    if dropout > 0:
+        raise ValueError(
+            f"the LoRA adapter {adapter!r} on the LM head has lora_dropout = {dropout}; expected 0, since the fused "
+            "form reads the head's weights and drops nothing. The dropout of the other layers was probably meant. Fix: "
+            "leave the head out of target_modules, set lora_dropout=0, or use the unfused losses."
+        )
+    variant = getattr(layer, "lora_variant", {}).get(adapter)
+    if variant is not None:
+        raise ValueError(
+            f"the LoRA adapter {adapter!r} on the LM head is a {type(variant).__name__}; expected plain LoRA, whose "
+            "product is all that the fused form adds. DoRA or another variant was probably asked for. Fix: leave the "
+            "head out of target_modules, or use the unfused losses."
+        )
+
+
+@contextlib.contextmanager
+def noted_autocast(layer: Any) -> Iterator[list[torch.dtype | None]]:
+    """While it lasts, every forward of ``layer`` notes the type that autocast gives its products; None without.
+
+    accelerate turns autocast on inside ``model.forward`` alone, so it can only be seen from a layer.
+    """
+    noted: list[torch.dtype | None] = []
+
+    def note(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        device = next(module.parameters()).device.type
+        noted.append(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+
+    handle = layer.register_forward_hook(note)
+    try:
+        yield noted
+    finally:
+        handle.remove()
 
 
 def checked_head(model: Any, input_ids: Int[Tensor, "1 S"]) -> Head | None:
@@ -94,9 +135,13 @@ def checked_head(model: Any, input_ids: Int[Tensor, "1 S"]) -> Head | None:
     try:
         with torch.no_grad():
             head = read_head(model)
-            out = model(input_ids=input_ids, output_hidden_states=True)
+            with noted_autocast(model.get_output_embeddings()) as noted:
+                out = model(input_ids=input_ids, output_hidden_states=True)
             expected = out.logits.float()
-            made = head.logits(out.hidden_states[-1].to(head.weight.dtype)).float()
+            hidden = out.hidden_states[-1].to(head.weight.dtype)
+            product = noted[-1] if noted else None
+            with torch.autocast(hidden.device.type, product or torch.bfloat16, enabled=product is not None):
+                made = head.logits(hidden).float()
     except ValueError as error:
         warnings.warn(f"the fused loss is not used: {error}", stacklevel=2)
         return None
@@ -109,7 +154,7 @@ def checked_head(model: Any, input_ids: Int[Tensor, "1 S"]) -> Head | None:
         if made.shape == expected.shape and bool(finite.any())
         else torch.inf
     )
-    if gap > TOLERANCE.get(head.weight.dtype, 1e-3) * max(largest, 1.0):
+    if gap > TOLERANCE.get(product or head.weight.dtype, 1e-3) * max(largest, 1.0):
         warnings.warn(
             f"the fused loss is not used: the head read from {type(model).__name__} (bias, scaling, soft-capping, "
             f"LoRA) gives logits that differ by {gap:.3g} from the model's own, whose largest is {largest:.3g}; "
