@@ -197,6 +197,29 @@ def test_building_twice_scores_again_only_batches_that_hold_something_new(tmp_pa
     assert asked == []
 
 
+def test_the_header_says_how_many_tokens_are_kept_and_how_much_mass_is_not(tmp_path: Path) -> None:
+    first = DocumentScores(
+        counts=np.array([1, 3]),
+        ids=np.array([7, 1, 2, 3]),
+        logp=np.log([0.5, 0.5, 0.25, 0.125]),
+        log_tail=np.log([0.5, 0.125]),
+        observed_logp=np.log([0.5, 0.25]),
+    )
+    second = replace(first, counts=np.array([4, 4]), ids=np.arange(8), logp=np.log(np.full(8, 0.125)))
+    rule = identity(k=TopK(1, 4, 1.0), fields=())
+    with CacheWriter(tmp_path, rule, shard_bytes=1) as writer:  # a shard each
+        writer.add(np.arange(3), first)
+        writer.add(np.arange(1, 4), replace(second, log_tail=np.log([0.75, 0.5])))
+        writer.finish()
+    header = json.loads((tmp_path / "manifest.json").read_text())
+    assert [shard["largest_k"] for shard in header["shards"]] == [3, 4]
+    assert header["identity"]["k"] == {"floor": 1, "cap": 4, "mass": 1.0}
+    held = header["summary"]
+    assert (held["mean_k"], held["largest_k"]) == (3.0, 4)
+    assert held["mean_tail_mass"] == pytest.approx((0.5 + 0.125 + 0.75 + 0.5) / 4, rel=1e-3)
+    assert held["largest_tail_mass"] == pytest.approx(0.75, rel=1e-3)
+
+
 def test_word_starts_and_fields_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="word_start was left out"):
         build_cache(tiny_teacher(), [], tmp_path, identity=identity(fields=("entropy", "next_word_mass")))

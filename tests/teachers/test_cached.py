@@ -101,6 +101,17 @@ def test_another_tokenizer_or_teacher_is_refused(folder: Path, what: str) -> Non
         CachedTeacher(folder, **{what: "other"})
 
 
+def test_whose_scores_they_are_and_how_much_they_hold_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "spanwise")
+    cached = CachedTeacher(folder, teacher="t")
+    assert f"cached teacher (fingerprint t) from '{folder}'" in caplog.text
+    held, header = cached.precision(), cached.manifest.summary()
+    assert (held.name, held.fingerprint) == ("cached teacher", "t")
+    for name in ("mean_k", "mean_tail_mass", "largest_tail_mass"):
+        assert getattr(held, name) == header[name] > 0
+    cached.close()
+
+
 def test_another_text_is_refused_by_name(folder: Path) -> None:
     cached = CachedTeacher(folder)
     changed = [*ROWS[5][:-1], (ROWS[5][-1] + 1) % WIDTH]

@@ -75,7 +75,10 @@ def private_bytes() -> int:
     return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("Private_")) * 1024
 
 
-@pytest.mark.parametrize("producer", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+BOTH_DEVICES = pytest.mark.parametrize("producer", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
+@BOTH_DEVICES
 def test_a_view_of_another_processs_memory(producer) -> None:
     process, pipe = producer
     samples = ask(pipe, "write")
@@ -93,6 +96,7 @@ def test_a_view_of_another_processs_memory(producer) -> None:
     assert later[0]["rank_logits_ipc"] == samples[0]["rank_logits_ipc"]
 
 
+@BOTH_DEVICES
 def test_a_closed_buffer_and_a_dead_producer_are_named(producer) -> None:
     process, pipe = producer
     samples = ask(pipe, "write")
@@ -130,6 +134,47 @@ def test_samples_must_be_consecutive_rows_of_one_buffer() -> None:
     assert rebuild_teacher_full_logits_from_ipc({"teacher_full_logits_ipc": samples}).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("attached_before", [False, True])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"dtype": "int32"}, "dtype = 'int32'"),
+        ({"dtype": "nonsense"}, "dtype = 'nonsense'"),
+        ({"dtype": "bfloat16"}, r"states logits \(2, 2, 4\) torch.bfloat16.*buffer is \(2, 2, 4\) torch.float32"),
+        ({"dtype": "float64"}, "states logits"),
+        ({"shape": (4, 2, 2)}, r"states logits \(4, 2, 2\)"),
+        ({"shape": (1, 2, 4)}, "states logits"),
+        ({"shape": (2, 2, 8)}, "states logits"),
+        ({"shape": (2, 2)}, r"shape = \(2, 2\)"),
+        ({"shape": None}, "shape = None"),
+        ({"process": None}, "process = None"),
+        ({"generation": "1"}, "generation = '1'"),
+        ({"kind": "tpu"}, "kind = 'tpu'"),
+        ({"storage": None}, "storage = None"),
+        ({"version": 1}, "has version 1"),
+    ],
+)
+def test_a_handle_that_states_something_else_is_refused(change: Any, named: str, attached_before: bool) -> None:
+    buffer = SharedLogitsBuffer((2, 2, 4), dtype=torch.float32)
+    if attached_before:
+        attach_logits(buffer.handle())
+    wrong = {**buffer.handle(), **change}
+    with pytest.raises(ValueError, match=rf"(?s){named}.*expected.*probably.*Fix:"):
+        attach_logits(wrong)
+    with pytest.raises(ValueError, match=named):
+        rebuild_teacher_full_logits_from_ipc(
+            {"teacher_full_logits_ipc": [{"rank_logits_ipc": wrong, "sample_idx_within_rank": 0}]}
+        )
+
+
+@pytest.mark.parametrize("field", ["storage", "generation_storage"])
+def test_a_handle_of_memory_that_is_not_there_is_stale(field: str) -> None:
+    handle = SharedLogitsBuffer((2, 2, 4)).handle()
+    for storage in (("x",), (handle[field][0], b"/torch_0_0_0", handle[field][2])):
+        with pytest.raises(StaleHandleError, match="could not be mapped"):
+            attach_logits({**handle, field: storage})
+
+
 def test_wrong_shapes_dtypes_and_handles_are_refused() -> None:
     buffer = SharedLogitsBuffer((2, 2, 4), dtype=torch.float32)
     buffer.write(torch.ones(1, 2, 3))
@@ -140,6 +185,8 @@ def test_wrong_shapes_dtypes_and_handles_are_refused() -> None:
         buffer.write(torch.ones(1, 1, 1, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="three positive sizes"):
         SharedLogitsBuffer((2, 0, 4))
+    with pytest.raises(ValueError, match=r"torch.int8; expected one of.*Fix:"):
+        SharedLogitsBuffer((2, 1, 4), dtype=torch.int8)
     with pytest.raises(ValueError, match="logits handle lacks"):
         attach_logits({"shape": (1, 1, 1)})
     handle = buffer.handle()

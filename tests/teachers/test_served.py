@@ -4,6 +4,7 @@ documented answers, replayed by a real HTTP server."""
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spanwise.loading import load_model
 from spanwise.teachers.cached import CachedTeacher
+from spanwise.teachers.fingerprint import model_fingerprint
 from spanwise.teachers.local import LocalTeacher
 from spanwise.teachers.served import PROBE, ServedTeacher, TeacherUnreachableError
 from spanwise.teachers.served_shapes import ServedScoresError
@@ -89,9 +92,27 @@ def test_answers_are_kept_and_then_teach_without_the_server(
     cached = CachedTeacher(tmp_path)
     assert_like_the_live_one(cached.score(padded(ROWS)), live, padded(ROWS), 8, tolerance=1e-3)
     assert cached.manifest.summary()["documents"] == len(ROWS)
-    assert "positions asked for, mean tail mass 0." in caplog.text
-    assert "mean k 8.0, mean tail mass 0." in caplog.text
+    assert "positions scored, mean k 8.0, mean tail mass 0." in caplog.text
+    assert "tokens, mean k 8.0, mean tail mass 0." in caplog.text
     cached.close()
+
+
+def test_it_says_how_much_of_the_distribution_its_scores_hold(
+    url: str, live: LocalTeacher, byte_bpe: PreTrainedTokenizerBase
+) -> None:
+    teacher = ServedTeacher(url, byte_bpe, top_k=8)
+    assert teacher.precision() is None
+    for rows in (ROWS[:5], ROWS[5:]):
+        teacher.score(padded(rows))
+    held = teacher.precision()
+    request = padded(ROWS)
+    tail = live.score(replace(request, top_k=8, statistics=True)).log_tail.exp()
+    listed = torch.cat([tail[row, : len(ids) - 1] for row, ids in enumerate(ROWS)])
+    assert (held.name, held.mean_k) == (teacher.name, 8.0)
+    assert held.fingerprint == model_fingerprint(live.model)
+    assert held.mean_tail_mass == pytest.approx(float(listed.mean()), rel=1e-3)
+    assert held.largest_tail_mass == pytest.approx(float(listed.max()), rel=1e-3)
+    teacher.close()
 
 
 def test_the_server_is_killed_in_the_middle_and_started_again_and_nothing_is_lost(
@@ -128,6 +149,14 @@ def test_what_is_no_url_is_said(byte_bpe: PreTrainedTokenizerBase, wrong: str, m
     monkeypatch.setattr("spanwise.teachers.served.START_PATIENCE", 0.1)
     with pytest.raises(ValueError, match="is no url"):
         ServedTeacher(wrong, byte_bpe)
+
+
+def test_without_the_serve_extra_a_client_names_what_to_install(
+    byte_bpe: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs the package httpx.*Fix: pip install 'spanwise\[serve\]'"):
+        ServedTeacher("http://127.0.0.1:1", byte_bpe)
 
 
 def test_another_tokenizer_is_refused_at_the_start(url: str) -> None:
@@ -254,11 +283,72 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(
         assert replay.asked == before + 2
         replay.refuse = lambda: (401, {})
         with pytest.raises(PermissionError, match="refuses the token"):
-            teacher.score(padded(ROWS[:2]))
+            teacher.score(padded(ROWS[:1]))
         replay.refuse = lambda: (503, {})
         teacher.patience = 0.3
         with pytest.raises(TeacherUnreachableError, match="status 503"):
             teacher.score(padded(ROWS[:2]))
+        teacher.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "pauses"),
+    [
+        ({}, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 3.7]),
+        ({"retry-after": "6"}, [6.0, 6.0, 6.0, 2.0]),
+        ({"retry-after": "60"}, [20.0]),
+    ],
+)
+def test_pauses_grow_are_those_the_server_asks_for_and_fill_the_patience(
+    live: LocalTeacher,
+    byte_bpe: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+    pauses: list[float],
+) -> None:
+    replay = Replay(live, byte_bpe, "vllm")
+    with replayed(replay) as url:
+        teacher = ServedTeacher(url, byte_bpe, top_k=6, patience=20.0)
+        slept: list[float] = []
+        clock = SimpleNamespace(monotonic=lambda: round(sum(slept), 6), sleep=slept.append)
+        monkeypatch.setattr("spanwise.teachers.served.time", clock)
+        replay.refuse = lambda: (429, headers)
+        with pytest.raises(TeacherUnreachableError, match=r"did not answer for 20 s \(status 429"):
+            teacher.score(padded(ROWS[:1]))
+        assert slept == pytest.approx(pauses)
+        # It is asked once more when the patience is over.
+        answers = iter([(429, headers)] * len(pauses))
+        replay.refuse = lambda: next(answers, None)
+        slept.clear()
+        teacher.score(padded(ROWS[:1]))
+        assert slept == pytest.approx(pauses)
+        teacher.close()
+
+
+def test_several_documents_are_asked_for_at_once_and_no_more_than_told(
+    live: LocalTeacher, byte_bpe: PreTrainedTokenizerBase
+) -> None:
+    replay = Replay(live, byte_bpe, "vllm")
+    with replayed(replay) as url:
+        teacher = ServedTeacher(url, byte_bpe, top_k=6, concurrency=3)
+        changed, now, most = threading.Condition(), 0, 0
+        answer = replay.answer
+
+        def counted(path: str, body: dict[str, Any] | None) -> Any:
+            nonlocal now, most
+            with changed:
+                now += 1
+                most = max(most, now)
+                changed.notify_all()
+                changed.wait_for(lambda: most >= 3, timeout=2)  # whoever is alone waits in vain
+            time.sleep(0.05)  # time for one too many to come
+            with changed:
+                now -= 1
+            return answer(path, body)
+
+        replay.answer = counted
+        teacher.score(padded(ROWS[:8]))
+        assert most == 3
         teacher.close()
 
 

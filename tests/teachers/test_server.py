@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from spanwise.cli import main
 from spanwise.loading import load_model
 from spanwise.teachers.serve import is_loopback, serve
+from spanwise.teachers.served import ServedTeacher
 from tests.teachers.serving import save_model, server
+from tests.teachers.tiny import padded
 
 # One worker runs them all: the processes they share are started once.
 pytestmark = pytest.mark.xdist_group("server")
@@ -129,6 +132,36 @@ def test_without_the_token_nothing_is_said(client: httpx.Client, given: str) -> 
         answer = client.request(method, path, headers={"Authorization": given.encode()}, json={})
         assert answer.status_code == 401
     assert client.get("/health", headers={"Authorization": ""}).status_code == 200
+
+
+def test_a_student_teaches_with_the_servers_token_given_or_from_the_environment(
+    client: httpx.Client, byte_bpe: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, request = str(client.base_url), padded([[5, 100, 7], [2, 9]])
+    monkeypatch.delenv("SPANWISE_TOKEN", raising=False)
+    for options in ({}, {"token": "another"}):
+        with pytest.raises(PermissionError, match=r"refuses the token \(status 401\).*set the variable SPANWISE_TOKEN"):
+            ServedTeacher(url, byte_bpe, top_k=4, **options)
+    given = ServedTeacher(url, byte_bpe, top_k=4, token=SECRET)
+    monkeypatch.setenv("SPANWISE_TOKEN", SECRET)
+    found = ServedTeacher(url, byte_bpe, top_k=4)
+    assert torch.equal(given.score(request).top_ids, found.score(request).top_ids)
+    with pytest.raises(PermissionError, match="refuses the token"):  # what is given counts, not the variable
+        ServedTeacher(url, byte_bpe, top_k=4, token="another")
+    given.close()
+    found.close()
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "starlette"])
+def test_without_the_serve_extra_what_to_install_is_named(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as leave:
+        main(["serve", "no/such/model", "--port", "0", "--json"])
+    assert leave.value.code == 2
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert f"needs the package {package}, which is not installed. Fix: pip install 'spanwise[serve]'" in said
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "teacher.example"])

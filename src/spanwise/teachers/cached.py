@@ -15,6 +15,7 @@ import numpy as np
 from spanwise.teachers.cache_frame import CacheError
 from spanwise.teachers.cache_store import CacheReader
 from spanwise.teachers.documents import DocumentScores, documents_of, join_scores, keep_top
+from spanwise.teachers.precision import Precision
 from spanwise.teachers.scores import Form, TeacherScores
 from spanwise.teachers.teacher import ScoreRequest
 
@@ -42,22 +43,23 @@ class CachedTeacher:
         self.identity = self.manifest.identity
         self.name = self.identity.name
         self.vocab_size = self.identity.vocab_size
-        for what, wanted, found in (
-            ("tokenizer", tokenizer, self.identity.tokenizer),
-            ("teacher", teacher, self.identity.teacher),
+        for what, wanted, found, shown in (
+            ("tokenizer", tokenizer, self.identity.tokenizer, self.identity.tokenizer),
+            ("teacher", teacher, self.identity.teacher, f"{self.identity.teacher} ({self.name})"),
         ):
             if wanted is not None and wanted != found:
                 self._reader.close()
                 raise CacheError(
-                    f"the cache at '{path}' was made with the {what} {found} and this run has the {what} {wanted}; "
+                    f"the cache at '{path}' was made with the {what} {shown} and this run has the {what} {wanted}; "
                     f"expected one {what}. The recipe was probably changed after the cache was built. "
                     f"Fix: name the {what} the cache was built with, or build another cache: spanwise cache RECIPE."
                 )
 
         held = self.manifest.summary()
         logger.info(
-            "%s from '%s': %d documents, %d tokens, mean k %.1f, mean tail mass %.3f, largest %.3f",
+            "%s (fingerprint %s) from '%s': %d documents, %d tokens, mean k %.1f, mean tail mass %.3f, largest %.3f",
             self.name,
+            self.identity.teacher,
             path,
             held["documents"],
             held["tokens"],
@@ -86,6 +88,12 @@ class CachedTeacher:
                 )
             parts.append(part if request.top_k is None else keep_top(part, np.full(len(part.counts), request.top_k)))
         return join_scores(request, documents, parts, temperature=self.identity.temperature)
+
+    def precision(self) -> Precision:
+        """What the whole cache holds of the teacher's distributions."""
+        held = self.manifest.summary()
+        numbers = (held["mean_k"], held["mean_tail_mass"], held["largest_tail_mass"])
+        return Precision(self.name, self.identity.teacher, *numbers)
 
     def verify(self) -> None:
         """Read the whole cache once and compare the checksum of every shard."""

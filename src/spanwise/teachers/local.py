@@ -20,6 +20,16 @@ from spanwise.teachers.teacher import ScoreRequest
 logger = logging.getLogger(__name__)
 
 
+def move_to_gpu(model: Any, *, device_map: Any = None) -> None:
+    """Move a loaded model to the GPU, where there is one and nothing else has placed the model.
+
+    A ``device_map`` has, and so has a quantiser that loads onto the GPU: what it made may refuse every ``to``, even one
+    to where it lies. A quantised model that was left on the CPU is moved like any other.
+    """
+    if torch.cuda.is_available() and device_map is None and model.device.type == "cpu":
+        model.to("cuda")
+
+
 class LocalTeacher:
     """Scores rows with a model that lies in this process.
 

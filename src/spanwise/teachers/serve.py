@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spanwise.teachers.fingerprint import model_fingerprint
-from spanwise.teachers.local import LocalTeacher
+from spanwise.teachers.local import LocalTeacher, move_to_gpu
 from spanwise.teachers.server import Served, ServeLimits, make_app
 
 TOKEN_VARIABLE = "SPANWISE_TOKEN"
@@ -64,14 +64,11 @@ def serve(
 
 def load_served(model: str, tokenizer: str | None, dtype: str, limits: tuple[int, int, int]) -> Served:
     """The model and tokenizer that a server needs, on the GPU where there is one."""
-    import torch
-
     from spanwise.loading import load_model, load_tokenizer
     from spanwise.spans.table import tokenizer_fingerprint
 
     loaded: Any = load_model(model, dtype=dtype)
-    if torch.cuda.is_available():
-        loaded.to("cuda")
+    move_to_gpu(loaded)
     pieces: Any = load_tokenizer(tokenizer or model)
     teacher = LocalTeacher(loaded, vocab_size=len(pieces), name=model)
     top_k, request_bytes, batch_tokens = limits

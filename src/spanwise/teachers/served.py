@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from spanwise.teachers.cache_store import CacheIdentity
 from spanwise.teachers.cache_writer import CacheWriter
 from spanwise.teachers.cached import refuse_what_topk_lacks
 from spanwise.teachers.documents import Document, DocumentScores, documents_of, join_scores, keep_top
+from spanwise.teachers.precision import Precision, PrecisionTally
 from spanwise.teachers.scores import Form, TeacherScores
 from spanwise.teachers.served_shapes import ServedScoresError, read_echo, read_sglang, read_vllm
 from spanwise.teachers.teacher import ScoreRequest
@@ -58,6 +59,16 @@ def checked_options(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def refuse_several_writers(options: Mapping[str, Any], processes: int) -> None:
+    """Refuse, before a server is asked, a run whose processes would all keep answers in one folder."""
+    if options.get("cache") is not None and processes > 1:
+        raise ValueError(
+            f"teachers.options.cache is '{options['cache']}' in a run of {processes} processes; expected one process, "
+            "since a cache has one writer. The recipe was probably written for one. Fix: leave options.cache out and "
+            "build the cache before the run: spanwise cache RECIPE; or run it in one process."
+        )
+
+
 class ServedTeacher:
     """Scores rows by asking a server.
 
@@ -72,7 +83,7 @@ class ServedTeacher:
         concurrency: requests at once.
         timeout: seconds that one answer may take.
         patience: seconds for which a server that is away is asked again.
-        cache: folder in which answers are kept and looked up.
+        cache: folder in which answers are kept and looked up; one teacher at a time may write it.
         mass: with a cache, how much of a position's mass is enough to keep.
     """
 
@@ -103,7 +114,7 @@ class ServedTeacher:
         self._client = _http_client(self.url, token or os.environ.get("SPANWISE_TOKEN"), timeout, concurrency)
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="served-teacher")
         self._writer: CacheWriter | None = None
-        self._positions, self._tail_mass = 0, 0.0
+        self._tally = PrecisionTally()
         try:
             described = self._describe(model)
             self.name = str(described["id"])
@@ -147,14 +158,14 @@ class ServedTeacher:
             for _, answer in asked.values():
                 answer.cancel()
         parts = [kept[document.key] for document in documents]
+        for part in parts:
+            self._tally.add(part)
         if request.top_k is not None:
             parts = [keep_top(part, np.full(len(part.counts), request.top_k)) for part in parts]
         return join_scores(request, documents, parts, temperature=self.temperature)
 
     def _keep(self, document: Document, scores: DocumentScores) -> DocumentScores:
         """What a later run will read back, so that this one sees the same."""
-        self._positions += len(scores.log_tail)
-        self._tail_mass += float(np.exp(scores.log_tail, dtype=np.float64).sum())
         if self._writer is None:
             return scores
         self._writer.add(document, scores)
@@ -215,13 +226,14 @@ class ServedTeacher:
                 pause = max(pause, _retry_after(answer.headers.get("retry-after")))
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
-            if time.monotonic() + pause > deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise TeacherUnreachableError(
                     f"the teacher at {self.url} did not answer for {patience:g} s ({trouble}); expected a running "
                     "server. It is probably not started, out of memory, or the url is wrong. Fix: start it, for "
                     "example: spanwise serve MODEL; then run the same command again."
                 )
-            time.sleep(pause)
+            time.sleep(min(pause, left))  # a server may name a longer pause than we have; it is asked once more
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _content(self, answer: Any) -> Any:
@@ -282,14 +294,24 @@ class ServedTeacher:
             )
         self._post(list(min(ours, key=len)), self.top_k)
 
+    def precision(self) -> Precision | None:
+        """What the scores that were given so far hold."""
+        return self._tally.precision(self.name, self.identity.teacher)
+
     def close(self) -> None:
         """Close the connections and finish the cache, which then serves runs without the server."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._client.close()
-        if self._positions:
-            mean = self._tail_mass / self._positions
-            logger.info("%s: %d positions asked for, mean tail mass %.3f", self.name, self._positions, mean)
-            self._positions = 0
+        if self._tally.positions and (held := self.precision()):
+            logger.info(
+                "%s: %d positions scored, mean k %.1f, mean tail mass %.3f, largest %.3f",
+                self.name,
+                self._tally.positions,
+                held.mean_k,
+                held.mean_tail_mass,
+                held.largest_tail_mass,
+            )
+            self._tally = PrecisionTally()
         if self._writer is not None:
             self._writer.finish()
             self._writer.close()

@@ -127,11 +127,10 @@ def new_address() -> str:
 def load_worker(model: str, tokenizer: str | None, dtype: str, options: dict[str, Any], address: str) -> TeacherWorker:
     """The worker of a model, on the GPU where there is one."""
     from spanwise.loading import load_model, load_tokenizer
-    from spanwise.teachers.local import LocalTeacher
+    from spanwise.teachers.local import LocalTeacher, move_to_gpu
 
     loaded: Any = load_model(model, dtype=dtype, **options)
-    if torch.cuda.is_available() and "device_map" not in options:
-        loaded.to("cuda")
+    move_to_gpu(loaded, device_map=options.get("device_map"))
     pieces: Any = load_tokenizer(tokenizer or model)
     return TeacherWorker(LocalTeacher(loaded, vocab_size=len(pieces), name=model), address, loaded.device)
 
