@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node 2 rank.py FOLDER [sharded]
 
-FOLDER holds ``jobs.json``, a list of ``{"recipe": PATH, "again": BOOL}``; ``again`` takes the newest checkpoint away
-afterwards and continues the run from the one before. ``sharded`` turns on FSDP2 on processors: accelerate reads its
+FOLDER holds ``jobs.json``, a list of ``{"recipe": PATH, "again": BOOL, "signalled": BOOL}``; ``again`` takes the newest
+checkpoint away afterwards and continues the run from the one before, ``signalled`` sends SIGTERM to the second rank
+alone and answers with the exit code. ``sharded`` turns on FSDP2 on processors: accelerate reads its
 FSDP settings for accelerators only and would silently train with DDP, so its state is told here; the models of the
 runs are asked what they are made of.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
     from transformers import TrainerCallback
 
+    from spanwise.train import distill
+    from spanwise.train.fused_losses import fused_losses
     from spanwise.train.recipe import load_recipe
     from spanwise.train.run import train
     from spanwise.train.run_folder import checkpoints
@@ -49,15 +53,29 @@ def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             kinds.update("sharded" if isinstance(one, DTensor) else "whole" for one in model.parameters())
 
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if job["signalled"] and rank == 1 and state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    fused: list[bool] = []
+
+    def noted(hidden: Any, head: Any, *arguments: Any) -> Any:
+        fused.append(isinstance(head.weight, DTensor))
+        return fused_losses(hidden, head, *arguments)
+
+    distill.fused_losses = noted
     recipe = load_recipe(job["recipe"])
-    result = train(recipe, callbacks=[Parameters()])
+    try:
+        result = train(recipe, callbacks=[Parameters()])
+    except SystemExit as end:
+        return {"exit": end.code}
     if job["again"]:
         torch.distributed.barrier()
         if rank == 0:
             shutil.rmtree(checkpoints(Path(recipe.output))[-1])
         torch.distributed.barrier()
         result["again"] = train(recipe, resume=True)["loss_per_step"]
-    return result | {"kinds": sorted(kinds)}
+    return result | {"kinds": sorted(kinds), "fused": len(fused), "gathered": not any(fused)}
 
 
 def main(folder: str, *words: str) -> None:

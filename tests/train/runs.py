@@ -12,6 +12,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from spanwise.train.data import documents
 from tests import tiny_tokenizers
 
 ROOT = Path(__file__).parents[2]
@@ -83,3 +84,8 @@ def spanwise(*words: str) -> list[str]:
 
 def run_command(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(spanwise(*words), capture_output=True, text=True, env=environment(), **options)
+
+
+def held_out(count: int) -> list[str]:
+    """The documents on which a recipe's ``eval`` section measures, whole."""
+    return list(documents("builtin:python-docs:eval", columns={}, most=count))

@@ -15,14 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 from spanwise.cli import main
 from spanwise.loading import load_model, load_tokenizer
+from spanwise.report.page import shown
 from spanwise.spans.table import token_table
 from spanwise.teachers.cache_build import CacheProgress
 from spanwise.teachers.cache_frame import CacheError
+from spanwise.teachers.cache_store import Manifest
+from spanwise.teachers.cached import CachedTeacher
+from spanwise.teachers.fingerprint import model_fingerprint
 from spanwise.teachers.local import LocalTeacher
 from spanwise.teachers.worker import TeacherWorker, new_address
 from spanwise.train import distill
 from spanwise.train.cache_run import ProgressLine, cache_teachers, word_starts
 from spanwise.train.distill import TaskRecipe
+from spanwise.train.distill_terms import LOSS_NAMES, SAME_TOKENIZER, LossFamily, make_term
 from spanwise.train.recipe import RecipeError, load_recipe
 from spanwise.train.run import train
 from tests.teachers.serving import save_model, server
@@ -34,12 +39,14 @@ pytestmark = pytest.mark.xdist_group("teacher_forms")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, two teachers, the student's tokenizer and a recipe."""
+    """A folder with a text, a recipe, and four teachers: two share a tokenizer, one has the student's."""
     place = tmp_path_factory.mktemp("forms")
     texts = [topics[name][:400] for name in sorted(topics)[:6]]
     (place / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     save_model(place / "teacher", sentencepiece_bpe())
+    save_model(place / "sibling", sentencepiece_bpe(), seed=3)
     save_model(place / "other", byte_level_bpe(), seed=1)
+    save_model(place / "twin", byte_level_bpe(500, start=4), seed=2)
     byte_level_bpe(500, start=4).save_pretrained(place / "student")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     recipe = {
@@ -114,12 +121,13 @@ def test_a_run_from_the_cache_needs_no_weights_and_nears_the_live_run_as_k_grows
     assert off[700] < 2e-3
 
 
-@pytest.mark.parametrize("loss", ["prefix_kl", "projected_kl", "gold", "h_kl", "alm", "uld"])
+@pytest.mark.parametrize("loss", LOSS_NAMES)
 def test_every_loss_learns_from_a_cache_and_with_all_of_k_as_from_the_live_teacher(place: Path, loss: str) -> None:
-    named = [f"teachers.0.loss={loss}"]
+    teacher = place / ("twin" if loss in SAME_TOKENIZER else "teacher")
+    named = [f"teachers.0.loss={loss}", f"teachers.0.model={teacher}"]
     rule = ["cache.cap=700", "cache.floor=700", "cache.mass=1.0"]
-    path = build(place, f"all-{loss == 'alm'}", *named, *rule)["path"]  # ALM's scores are at temperature 1
-    from_disk = term(place, *named, *from_cache(path, place / "teacher"))
+    path = build(place, f"all-{teacher.name}-{loss == 'alm'}", *named, *rule)["path"]  # ALM is at temperature 1
+    from_disk = term(place, *named, *from_cache(path, teacher))
     assert from_disk == pytest.approx(term(place, *named), rel=2e-3)
 
 
@@ -145,6 +153,12 @@ def test_forms_mix_in_one_run_and_say_the_same(place: Path) -> None:
         train(type(named).model_validate(named.model_dump(exclude={"teachers"}) | {"teachers": forms}))
         served = ["teachers.0.model=null", f"teachers.0.url={url}", f"teachers.0.tokenizer={teacher}"]
         kept = build(place, "served", *served, "cache.floor=64")
+    report = (place / "mix" / "report.html").read_text()
+    header = Manifest.read(Path(path))
+    # Two of them have scores that were cut: the cache, and the server, which says that it has the same model.
+    assert report.count(f"({header.identity.teacher})") == 2
+    assert report.count(f'<td class="number">{shown(header.summary()["mean_tail_mass"])}</td>') >= 1
+    assert report.count('<td class="number">64</td>') >= 2
     steps = [json.loads(line) for line in (place / "mix" / "log.jsonl").read_text().splitlines()]
     for step in (entry for entry in steps if entry["kind"] == "step"):
         terms = [step[f"kd/{number}"] for number in range(4)]
@@ -189,6 +203,56 @@ def test_stale_caches_are_refused(place: Path) -> None:
         build(place, "stale", "loss.temperature=1.0")
 
 
+def test_a_cache_of_another_teacher_with_the_same_tokenizer_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher, sibling = place / "teacher", place / "sibling"
+    (made,) = build(place, "of-one")["caches"]
+    assert f"teachers.fingerprint={made['fingerprint']}\n" in capsys.readouterr().err
+    assert made["fingerprint"] == model_fingerprint(load_model(teacher))
+    other = model_fingerprint(load_model(sibling))
+    cached = from_cache(made["path"], sibling)
+    with pytest.raises(
+        CacheError, match=rf"the teacher {made['fingerprint']} \({teacher}\) and .* the teacher {other}"
+    ):
+        term(place, *cached, f"teachers.0.fingerprint={other}")
+    named = [*cached, f"teachers.0.fingerprint={made['fingerprint']}"]
+    assert term(place, *named) == term(place, *cached)
+    # Named or not, the report says whose scores they are.
+    task = distill.build(recipe_with(place, *cached), place)
+    (section,) = (one for one in task.report_sections() if one.heading.startswith("Precision"))
+    assert f"<td>{teacher} ({made['fingerprint']})</td>" in section.html
+    for name in ("mean_k", "mean_tail_mass", "largest_tail_mass"):
+        assert f'<td class="number">{shown(made[name])}</td>' in section.html
+    task.close()
+    live = distill.build(recipe_with(place), place)
+    assert [one.heading for one in live.report_sections()] == ["Alignment of the first rows"]
+
+
+def test_answers_of_a_server_are_kept_by_one_process_only(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    served = ["teachers.0.model=null", "teachers.0.url=http://127.0.0.1:1", f"teachers.0.tokenizer={place / 'teacher'}"]
+    with pytest.raises(
+        ValueError, match=r"options\.cache is 'kept' in a run of 2 processes.*Fix: leave options\.cache out"
+    ):
+        term(place, *served, "teachers.0.options.cache=kept")
+
+
+def test_a_teacher_that_gives_too_little_for_its_loss_is_refused_by_name(place: Path) -> None:
+    class Observed(CachedTeacher):
+        forms = frozenset({"observed"})
+
+        def __init__(self) -> None:
+            self.name, self.vocab_size = "a plain server", 700
+
+    tokenizers = {f"{side}_tokenizer": load_tokenizer(place / side) for side in ("student", "teacher")}
+    how = {"projection": None, "temperature": 1.0}
+    says = r"teacher 1 \(a plain server\) gives observed scores and the loss 'gold' needs dense or topk\. Fix: .* alm"
+    with pytest.raises(ValueError, match=says):
+        make_term(1, LossFamily(name="gold"), Observed(), **tokenizers, **how)
+    assert make_term(1, LossFamily(name="alm"), Observed(), **tokenizers, **how).teacher.name == "a plain server"
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -196,6 +260,21 @@ def test_stale_caches_are_refused(place: Path) -> None:
         (["teachers.0.model=null", "teachers.0.cache=x"], "needs tokenizer"),
         (["teachers.0.model=null", "teachers.0.process=unix:/x"], "needs tokenizer"),
         (["teachers.0.model=null", "teachers.0.cache=x", "teachers.0.tokenizer=y", "teachers.0.options.a=1"], "no opt"),
+        (["teachers.0.fingerprint=x"], "compared with a cache's teacher and this is a model"),
+        *(
+            ([f"teachers.0.loss={loss}", "teachers.0.projection=x"], f"the loss '{loss}' has no projection; expected")
+            for loss in ("prefix_kl", "alm", "uld", "kl", "jsd")
+        ),
+        (
+            [
+                "teachers.0.model=null",
+                "teachers.0.url=http://x",
+                "teachers.0.tokenizer=y",
+                "teachers.0.options.cache=z",
+                "ray.workers=2",
+            ],
+            "in a run of 2 processes; expected one process",
+        ),
     ],
 )
 def test_recipes_that_cannot_work_are_refused_at_once(place: Path, overrides: list[str], says: str) -> None:

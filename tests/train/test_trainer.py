@@ -15,13 +15,19 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from spanwise.spans.table import tokenizer_fingerprint
+from spanwise.spans.table import token_table, tokenizer_fingerprint
+from spanwise.train import distill
+from spanwise.train.evaluation import measure
+from spanwise.train.fused_losses import LastHidden, fused_losses
 from spanwise.train.recipe import RecipeError, parse_recipe
 from spanwise.train.run import train
 from spanwise.train.run_folder import checkpoints
 from spanwise.train.run_log import read_log
+from spanwise.xtoken.losses import Head
+from spanwise.xtoken.losses.cross_entropy import CrossEntropyRows
+from spanwise.xtoken.losses.plan import plan_tokens
 from tests.train import runs
 
 
@@ -124,6 +130,12 @@ def wait_for_step(folder, step, process, seconds=120):
     raise AssertionError(f"step {step} was not reached")
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, teacher):
+    """The curve of a run with dropout that nothing happened to."""
+    return losses(with_dropout(tmp_path_factory.mktemp("whole"), teacher))
+
+
 def with_dropout(tmp_path, teacher, steps=14):
     content = runs.recipe(tmp_path, teacher, max_steps=steps, save_strategy="steps", save_steps=4)
     content["student"]["model"] = runs.config(attention_dropout=0.2)
@@ -131,8 +143,7 @@ def with_dropout(tmp_path, teacher, steps=14):
     return content
 
 
-def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, teacher):
-    whole = losses(with_dropout(tmp_path / "whole", teacher))
+def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, teacher, whole):
     content = with_dropout(tmp_path / "killed", teacher)
     folder = Path(content["output"])
     folder.parent.mkdir(parents=True)
@@ -150,8 +161,35 @@ def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, teacher):
     assert continued == whole
 
 
-def test_a_killed_data_worker_ends_the_run_with_what_to_do_and_resume_goes_on(tmp_path, teacher):
-    whole = losses(with_dropout(tmp_path / "whole", teacher))
+# Dies while the manifest of the second checkpoint is made: its files lie there, whole, and it has no name yet.
+KILLED_AS_IT_PUBLISHES = """
+import os, signal, sys
+from spanwise.train import run_folder
+from spanwise.train.recipe import load_recipe
+from spanwise.train.run import train
+digest = run_folder.file_digest
+def digest_or_die(path):
+    if path.name == "optimizer.pt" and path.parent.name == "checkpoint-8":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return digest(path)
+run_folder.file_digest = digest_or_die
+train(load_recipe(sys.argv[1]))
+"""
+
+
+def test_a_run_that_was_killed_as_it_published_a_checkpoint_continues(tmp_path, teacher, whole):
+    content = with_dropout(tmp_path, teacher)
+    recipe = runs.write(content, tmp_path / "recipe.yaml")
+    command = [sys.executable, "-c", KILLED_AS_IT_PUBLISHES, str(recipe)]
+    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    folder = Path(content["output"])
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-4"]
+    assert (folder / ".staging" / "checkpoint-8" / "optimizer.pt").is_file()
+    assert losses(content, resume=True) == whole
+
+
+def test_a_killed_data_worker_ends_the_run_with_what_to_do_and_resume_goes_on(tmp_path, teacher, whole):
     content = with_dropout(tmp_path / "killed", teacher, steps=14)
     content["train"] |= {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2}
     folder = Path(content["output"])
@@ -196,15 +234,47 @@ def test_resume_refuses_another_run_and_a_damaged_checkpoint(tmp_path, teacher):
         train(parse_recipe(content), resume=True)
 
 
-@pytest.mark.parametrize("family", ["prefix_kl", "projected_kl", "gold"])
-def test_the_fused_head_gives_the_same_curve(tmp_path, teacher, family):
+@pytest.mark.filterwarnings("error:the fused loss is not used")
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        ("prefix_kl", None),
+        ("projected_kl", None),
+        ("gold", None),
+        ("prefix_kl", "bf16"),
+        ("gold", "bf16"),
+        ("prefix_kl", "activation_checkpointing"),
+    ],
+)
+def test_the_fused_head_gives_the_same_curve(tmp_path, teacher, monkeypatch, family, way):
+    products = []
+
+    def spied(hidden, *arguments):
+        products.append(hidden.product)
+        return fused_losses(hidden, *arguments)
+
+    monkeypatch.setattr(distill, "fused_losses", spied)
     curves = []
     for fused in (False, True):
-        content = runs.recipe(tmp_path / str(fused), teacher)
+        content = runs.recipe(tmp_path / str(fused), teacher, **({way: True} if way else {}))
         content["teachers"][0]["loss"] = family
         content["loss"] = {"fused": fused}
         curves.append(losses(content))
     torch.testing.assert_close(curves[1], curves[0], rtol=2e-5, atol=1e-6)
+    assert products == [torch.bfloat16 if way == "bf16" else None] * 4, "every step of the second run, in its type"
+
+
+def test_products_in_float16_stay_in_the_weights_own_type():
+    """Gradients are made before a scaler lifts them, and float16 would round the small ones to nothing."""
+    weight = torch.randn(11, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    states = torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rows = CrossEntropyRows(plan_tokens(torch.tensor([[1, 2, 3, 4]])), 11, 1e-9)
+    gradients = []
+    for product in (None, torch.float16):
+        (gradient,) = torch.autograd.grad(LastHidden(states, product).over(Head(weight), rows), weight)
+        gradients.append(gradient)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
 
 
 def test_dynamic_scaling_uses_the_step_before(tmp_path, teacher):
@@ -325,3 +395,93 @@ def test_the_command_prints_one_object(tmp_path, teacher):
     again = runs.run_command("train", str(path), "--json")
     assert again.returncode == 2
     assert "not empty" in json.loads(again.stdout)["error"]
+
+
+class DamageAfterStepTwo(TrainerCallback):
+    """Makes every later model worse than the one of step 2."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+
+
+def test_the_run_ends_with_the_checkpoint_that_measured_best(tmp_path):
+    content = runs.recipe(tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)
+    result = train(parse_recipe(content), callbacks=[DamageAfterStepTwo()])
+    log = read_log(Path(result["output"]) / "log.jsonl")
+    at = {entry["step"]: entry["bits_per_byte"] for entry in log if entry["kind"] == "evaluation"}
+    assert at[4] > at[2] + 0.1, "the damage shows"
+    assert result["bits_per_byte"] == at[2]
+    kept, tokenizer = (kind.from_pretrained(result["output"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert measure(kept, tokenizer, runs.held_out(1)).bits_per_byte == pytest.approx(at[2], rel=1e-6)
+
+
+class Tracker(TrainerCallback):
+    """What a tracker is told."""
+
+    def __init__(self):
+        self.steps, self.evaluations = [], []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.steps.append((state.global_step, dict(logs)))
+        elif "eval_bits_per_byte" in logs:
+            self.evaluations.append((state.global_step, dict(logs)))
+
+
+def test_a_tracker_hears_what_the_log_says(tmp_path, teacher):
+    content = runs.recipe(tmp_path, teacher, max_steps=5, logging_steps=2, eval_strategy="steps", eval_steps=2)
+    tracker = Tracker()
+    result = train(parse_recipe(content), callbacks=[tracker])
+    log = read_log(Path(result["output"]) / "log.jsonl")
+    steps = [entry for entry in log if entry["kind"] == "step"]
+    assert [step for step, _ in tracker.steps] == [2, 4]
+    for last, heard in tracker.steps:
+        both = steps[last - 2 : last]
+        assert {"loss", "ce", "kd", "kd/0", "kd/0_count", "kd/0/coverage", "tokens_per_second"} <= set(heard)
+        for name in set(both[1]) - {"kind", "step", "learning_rate", "grad_norm"}:
+            assert heard[name] == pytest.approx((both[0][name] + both[1][name]) / 2, rel=1e-9), name
+        assert heard["learning_rate"] == both[1]["learning_rate"]
+        assert heard["grad_norm"] == pytest.approx(both[1]["grad_norm"], rel=1e-6)
+    measured = {entry["step"]: entry for entry in log if entry["kind"] == "evaluation"}
+    for step, heard in tracker.evaluations:
+        for name in ("bits_per_byte", "next_token_accuracy", "bytes", "tokens"):
+            assert heard[f"eval_{name}"] == measured[step][name]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stream", [False, True], ids=["indexed", "streamed"])
+def test_the_log_says_how_much_a_teacher_covers_and_how_many_bits_a_byte_costs(tmp_path, stream, accumulation):
+    """A teacher that folds case and drops blanks spells other bytes than the student now and then."""
+    teacher = runs.save_teacher(tmp_path / "teacher", runs.tiny_tokenizers.wordpiece())
+    student = runs.tiny_tokenizers.byte_level_bpe()
+    student.save_pretrained(tmp_path / "tokenizer")
+    texts = ["Some Words in CAPITALS, some not", "naïve café and ﬁne print", "plain words alone", "Tab\there,  blanks"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    content = runs.recipe(tmp_path, teacher, max_steps=1, per_device_train_batch_size=4 // accumulation)
+    content["train"]["gradient_accumulation_steps"] = accumulation
+    content["teachers"][0]["loss"] = "alm"
+    content["student"]["tokenizer"] = str(tmp_path / "tokenizer")
+    content["data"] = {"train": str(path), "stream": stream}
+    result = train(parse_recipe(content))
+    (entry,) = read_log(Path(result["output"]) / "log.jsonl")
+
+    task = distill.build(parse_recipe(content), tmp_path)
+    batch = task.collator([{"text": text} for text in texts])
+    inside = trained = size = 0
+    for row in range(len(texts)):
+        for place in range(1, int(batch["input_lengths"][row])):
+            chunk = int(batch["alignment_0_student_chunk_id"][row, place])
+            correct = batch["alignment_0_pair_is_correct"][row] & batch["alignment_0_pair_valid"][row]
+            inside += chunk >= 0 and bool(correct[chunk])
+            trained += 1
+            size += len(token_table(student).bytes_of(int(batch["input_ids"][row, place])))
+    assert 0 < inside < trained == entry["ce_count"]
+    assert entry["kd/0/coverage"] == pytest.approx(inside / trained, rel=1e-6)
+    assert entry["train_bits_per_byte"] == pytest.approx(entry["ce"] * trained / math.log(2) / size, rel=1e-6)
+    page = Path(result["report"]).read_text()
+    assert "Coverage: trained tokens" in page
+    assert "Training bits per byte" in page

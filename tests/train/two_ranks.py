@@ -15,12 +15,24 @@ RANK = Path(__file__).with_name("rank.py")
 
 
 def on_two_ranks(
-    contents: Sequence[dict[str, Any]], folder: Path, *words: str, again: bool = False
+    contents: Sequence[dict[str, Any]],
+    folder: Path,
+    *words: str,
+    again: Sequence[int] = (),
+    signalled: Sequence[int] = (),
 ) -> list[list[dict[str, Any]]]:
-    """What each recipe gave on each of the two ranks, which are two processes: results[recipe][rank]."""
+    """What each recipe gave on each of the two ranks, which are two processes: results[recipe][rank].
+
+    Where the recipe's place is in ``again``, the run is continued from its last checkpoint but one; where it is in
+    ``signalled``, the second rank gets SIGTERM on its way into the third step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [runs.write(content, folder / f"recipe-{place}.yaml") for place, content in enumerate(contents)]
-    (folder / "jobs.json").write_text(json.dumps([{"recipe": str(path), "again": again} for path in paths]))
+    jobs = [
+        {"recipe": str(path), "again": place in again, "signalled": place in signalled}
+        for place, path in enumerate(paths)
+    ]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(RANK), str(folder), *words],

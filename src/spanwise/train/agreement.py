@@ -6,7 +6,8 @@ bytes. Agreement means that both models' likeliest tokens have the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def teacher_agreement(
     student_tokenizer: Any,
     teacher: Any,
     teacher_tokenizer: Any,
-    documents: Sequence[str],
+    documents: Iterable[str],
     *,
     window_bytes: int = 2_048,
     batch_size: int = 8,
@@ -31,10 +32,9 @@ def teacher_agreement(
 
     aligner = TokenAligner(student_tokenizer, teacher_tokenizer)
     tables = token_table(student_tokenizer), token_table(teacher_tokenizer)
-    windows = [window for text in documents for window in text_windows(text, window_bytes)]
+    windows = (window for text in documents for window in text_windows(text, window_bytes))
     same = compared = 0
-    for start in range(0, len(windows), batch_size):
-        texts = windows[start : start + batch_size]
+    while texts := list(islice(windows, batch_size)):
         sides = [_tokenize(texts, tokenizer) for tokenizer in (student_tokenizer, teacher_tokenizer)]
         alignment = aligner.align(
             sides[0][0],

@@ -23,7 +23,7 @@ from torch import Tensor
 from spanwise.spans.table import TokenTable, token_table, tokenizer_fingerprint
 from spanwise.teachers.cache_build import CacheProgress, build_cache
 from spanwise.teachers.cache_frame import TopK
-from spanwise.teachers.cache_store import CacheIdentity
+from spanwise.teachers.cache_store import CacheIdentity, Manifest
 from spanwise.teachers.fingerprint import model_fingerprint
 from spanwise.teachers.local import LocalTeacher
 from spanwise.teachers.process_teacher import ADDRESS
@@ -32,7 +32,7 @@ from spanwise.teachers.teacher import ScoreRequest, Teacher
 from spanwise.train import data as corpus
 from spanwise.train.distill import OWN_BASE, DistillTask, TaskRecipe, TeacherSection, make_teacher_term, scored_at
 from spanwise.train.distill_terms import TeacherTerm
-from spanwise.train.recipe import Recipe
+from spanwise.train.recipe import Recipe, without_secrets
 from spanwise.train.student import corpus_texts, student_tokenizer
 
 SPACE = ord(" ")
@@ -43,7 +43,7 @@ def cache_teachers(recipe: Recipe) -> dict[str, Any]:
 
     Returns:
         tokens, bytes_per_token, path (of the only cache, else of the folder that holds them all), and ``caches``: the
-        header's numbers, path and teacher of each.
+        header's numbers, path, teacher and the teacher's fingerprint of each.
     """
     if not isinstance(recipe, TaskRecipe):
         raise ValueError(
@@ -62,6 +62,10 @@ def cache_teachers(recipe: Recipe) -> dict[str, Any]:
             caches = [_build(recipe, task, task.terms[f"kd/{place}"], path) for place, path in paths.items()]
         finally:
             task.close()
+    for one in caches:
+        one["fingerprint"] = Manifest.read(Path(one["path"])).identity.teacher
+        teacher = without_secrets(one["teacher"])
+        sys.stderr.write(f"{one['path']}: scores of {teacher}, teachers.fingerprint={one['fingerprint']}\n")
     size, tokens = sum(one["bytes"] for one in caches), sum(one["tokens"] for one in caches)
     path = caches[0]["path"] if len(caches) == 1 else str(folder)
     return {"tokens": tokens, "bytes_per_token": size / max(tokens, 1), "path": path, "caches": caches}
@@ -150,7 +154,7 @@ def identity_of(
         temperature=scored_at(section, recipe),
         k=TopK(min(recipe.cache.floor, cap), cap, recipe.cache.mass),
         fields=fields,
-        name=section.source,
+        name=without_secrets(section.source),
     )
     return identity, device
 

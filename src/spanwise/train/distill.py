@@ -6,6 +6,8 @@ every term counts from integers, the teachers score without gradients, the stude
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +20,29 @@ from torch import Tensor, nn
 
 from spanwise.batch import model_inputs
 from spanwise.loading import load_model, load_tokenizer
-from spanwise.loss_parts import LossParts
-from spanwise.spans.table import tokenizer_fingerprint
+from spanwise.loss_parts import LossParts, Ratio
+from spanwise.spans.table import token_table, tokenizer_fingerprint
 from spanwise.teachers.cached import CachedTeacher
-from spanwise.teachers.local import LocalTeacher
+from spanwise.teachers.local import LocalTeacher, move_to_gpu
+from spanwise.teachers.precision import Truncated
 from spanwise.teachers.process_teacher import ADDRESS, ProcessTeacher
-from spanwise.teachers.served import ServedTeacher, checked_options
+from spanwise.teachers.served import ServedTeacher, checked_options, refuse_several_writers
 from spanwise.teachers.teacher import Teacher
 from spanwise.train import data as corpus
-from spanwise.train.distill_terms import LOSS_NAMES, LossFamily, TeacherTerm, make_term
+from spanwise.train.distill_terms import LOSS_NAMES, NEEDS_PROJECTION, LossFamily, TeacherTerm, make_term
 from spanwise.train.evaluation import measure
-from spanwise.train.fused_losses import fused_losses, is_sharded, last_hidden, unwrapped, verified_head, wants_fused
-from spanwise.train.recipe import Recipe, Section
+from spanwise.train.fused_losses import fused_losses, last_hidden, unwrapped, verified_head, wants_fused
+from spanwise.train.recipe import Recipe, Section, without_secrets
 from spanwise.train.student import DTYPES, corpus_texts, student_model, student_tokenizer
 from spanwise.train.task import ReportSection
 
 # The teacher that is the student itself with its adapters off.
 OWN_BASE = "base"
+
+
+def _or_its_name(schema: dict[str, Any]) -> None:
+    """Editors read the schema alone, which does not show that a family may be given by its name."""
+    schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"enum": list(LOSS_NAMES)}]
 
 
 class TeacherSection(Section):
@@ -49,8 +57,15 @@ class TeacherSection(Section):
         None, description="A model that runs in a process of its own on this machine; or unix:PATH, a running worker."
     )
     tokenizer: str | None = Field(None, description="The teacher's tokenizer; default: the model's.")
-    projection: str | None = Field(None, description="File made by spanwise project build; built when left out.")
-    loss: LossFamily = Field(LossFamily(), description="A name, or a mapping with its options.")
+    fingerprint: str | None = Field(
+        None, description="Of the teacher a cache must be of, as spanwise cache says it; default: any."
+    )
+    projection: str | None = Field(
+        None, description="projected_kl, gold, h_kl: file made by spanwise project build; built when left out."
+    )
+    loss: LossFamily = Field(
+        LossFamily(), description="A name, or a mapping with its options.", json_schema_extra=_or_its_name
+    )
     weight: float = Field(1.0, gt=0)
     context_length: int | None = Field(
         None, ge=2, description="Teacher tokens per row; default: four times the student's."
@@ -79,6 +94,15 @@ class TeacherSection(Section):
             raise ValueError(f"a {sources[0]} that was made before takes no options; take them out")
         if self.tokenizer is None and (self.cache or self.url or by_address):
             raise ValueError(f"a teacher from a {sources[0]} needs tokenizer; expected the teacher's tokenizer")
+        if self.fingerprint is not None and self.cache is None:
+            raise ValueError(f"fingerprint is compared with a cache's teacher and this is a {sources[0]}; take it out")
+        return self
+
+    @model_validator(mode="after")
+    def _projection_is_read(self) -> TeacherSection:
+        if self.projection is not None and self.loss.name not in NEEDS_PROJECTION:
+            readers = ", ".join(sorted(NEEDS_PROJECTION))
+            raise ValueError(f"the loss '{self.loss.name}' has no projection; expected one for {readers} only")
         return self
 
     @property
@@ -137,6 +161,9 @@ class TaskRecipe(Recipe):
             raise ValueError("loss.ce_weight is 0 and there are no teachers; expected one of the two")
         if self.ray.teachers and not any(is_streamed(section, self) for section in self.teachers):
             raise ValueError("ray.teachers is set and no teacher is a model of its own; expected teachers.model")
+        for section in self.teachers:
+            if section.url is not None:
+                refuse_several_writers(section.options, self.ray.workers)
         return self
 
 
@@ -190,8 +217,9 @@ def scored_at(section: TeacherSection, recipe: TaskRecipe) -> float:
 def open_teacher(section: TeacherSection, student: Any, tokenizer: Any, *, temperature: float = 1.0) -> Teacher:
     """The source of scores that a recipe names; ``temperature`` is what a server is asked for."""
     if section.cache is not None:
-        return CachedTeacher(section.cache, tokenizer=tokenizer_fingerprint(tokenizer))
+        return CachedTeacher(section.cache, tokenizer=tokenizer_fingerprint(tokenizer), teacher=section.fingerprint)
     if section.url is not None:
+        refuse_several_writers(section.options, int(os.environ.get("WORLD_SIZE", "1")))
         options = {"temperature": temperature} | section.options
         return ServedTeacher(section.url, tokenizer, **checked_options(options))
     if section.process is not None and section.process.startswith(ADDRESS):
@@ -209,8 +237,7 @@ def open_teacher(section: TeacherSection, student: Any, tokenizer: Any, *, tempe
         return LocalTeacher(student, vocab_size=len(tokenizer), name=OWN_BASE, adapters_off=True)
     model: Any = load_model(section.source, dtype=DTYPES[section.dtype], **section.options)
     model.requires_grad_(False)
-    if torch.cuda.is_available() and "device_map" not in section.options:
-        model.to("cuda")
+    move_to_gpu(model, device_map=section.options.get("device_map"))
     return LocalTeacher(model, vocab_size=len(tokenizer), name=section.source)
 
 
@@ -264,7 +291,9 @@ class DistillTask:
         self.embedding_learning_rate = recipe.student.embedding_learning_rate
         self.collator = make_collator(recipe, tokenizer, terms)
         self.train_rows = make_rows(recipe, rows)
-        self._fused: tuple[Any] | None = None
+        self._fused: bool | None = None
+        special = torch.tensor(tokenizer.all_special_ids, dtype=torch.long)
+        self._byte_lengths = token_table(tokenizer).lengths.index_fill(0, special, 0)
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """Supervised tokens for ce; chunks or positions for each teacher."""
@@ -278,12 +307,13 @@ class DistillTask:
     def losses(self, model: nn.Module, batch: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, LossParts]:
         """One forward of the student, one of each teacher, one term each."""
         from spanwise.xtoken.losses import next_token_ce
+        from spanwise.xtoken.losses.head import read_head
         from spanwise.xtoken.losses.plan import token_plan_of_batch
 
-        head = self._head(model, batch)
-        if head is not None:
+        if self._is_fused(model, batch):
             hidden = last_hidden(model, unwrapped(model), batch)
-            return self._named(fused_losses(hidden, head, self.terms, batch, scales))
+            head = read_head(unwrapped(model))  # after the forward, which gathers a sharded one
+            return self._measured(fused_losses(hidden, head, self.terms, batch, scales), batch)
         logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
         size = len(self.processing_class)
         parts: dict[str, LossParts] = {}
@@ -292,26 +322,42 @@ class DistillTask:
             parts["ce"] = next_token_ce(logits, plan=plan, student_vocab_size=size, scale=scales["ce"])
         for name, term in self.terms.items():
             parts[name] = term.loss(logits, term.teacher.score(term.request(batch)), batch, scales[name])
-        return self._named(parts)
+        return self._measured(parts, batch)
 
-    def _named(self, parts: Mapping[str, LossParts]) -> dict[str, LossParts]:
-        """Each teacher's metrics under the teacher's name."""
-        return {
-            name: part
-            if name == "ce"
-            else replace(part, metrics={f"{name}/{key}": ratio for key, ratio in part.metrics.items()})
-            for name, part in parts.items()
-        }
+    def _measured(self, parts: Mapping[str, LossParts], batch: Mapping[str, Any]) -> dict[str, LossParts]:
+        """Each teacher's metrics under its name, its coverage among them; beside ce the bits per byte of what it read.
 
-    def _head(self, model: nn.Module, batch: Mapping[str, Any]) -> Any:
-        """The verified head for the fused path, looked for once; None for the plain path."""
+        The bytes are those of the trained tokens. Special tokens have none and their nats count, so a chat's figure
+        lies a little above that of its text.
+        """
+        from spanwise.xtoken.losses.plan import token_plan_of_batch
+
+        plan = token_plan_of_batch(batch)
+        trained = torch.zeros(plan.shape, dtype=torch.long, device=plan.rows.device)
+        trained.view(-1)[plan.rows + 1] = 1
+        among_trained = {**batch, "token_mask": trained}
+        measured: dict[str, LossParts] = {}
+        for name, part in parts.items():
+            metrics = {f"{name}/{key}": ratio for key, ratio in part.metrics.items()}
+            if name == "ce":
+                bits = part.metrics["ce"].sum / math.log(2)
+                size = (self._byte_lengths.to(plan.targets.device)[plan.targets] * plan.weight).sum()
+                metrics = {**part.metrics, "train_bits_per_byte": Ratio(bits, size)}
+            else:
+                share = self.terms[name].coverage(among_trained)[1]
+                tokens = float(len(plan.rows))
+                metrics[f"{name}/coverage"] = Ratio((share or 0.0) * tokens, tokens)
+            measured[name] = replace(part, metrics=metrics)
+        return measured
+
+    def _is_fused(self, model: nn.Module, batch: Mapping[str, Any]) -> bool:
+        """Whether the losses can read the head; looked for once."""
         if self._fused is None:
             bare = unwrapped(model)
             wanted = wants_fused(self.recipe.loss.fused, self.terms, len(self.processing_class))
-            readable = isinstance(bare, type(self.model)) and not is_sharded(bare)
-            found = verified_head(bare, batch["input_ids"]) if wanted and readable else None
-            self._fused = (found,)
-        return self._fused[0]
+            readable = wanted and isinstance(bare, type(self.model))
+            self._fused = readable and verified_head(bare, batch["input_ids"]) is not None
+        return self._fused
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
         """``kd``: the teachers' terms as they enter the total, before kd_weight."""
@@ -341,19 +387,38 @@ class DistillTask:
         return dict(self.train_rows.left_out.reasons)
 
     def report_sections(self) -> list[ReportSection]:
-        """How well each teacher's tokens meet the student's on the first rows."""
+        """What the teachers' scores left out; how well each teacher's tokens meet the student's on the first rows."""
         from spanwise.report.page import table
 
+        sections = self._precision()
         if not self.terms or self.recipe.data.stream:
-            return []
+            return sections
         rows = [self.train_rows[place] for place in range(min(8, len(self.train_rows)))]
         batch = self.collator(rows)
         found = [
-            (self.recipe.teachers[term.index].source, self.recipe.teachers[term.index].loss.name, *term.coverage(batch))
+            (without_secrets(section.source), section.loss.name, *term.coverage(batch))
             for term in self.terms.values()
+            for section in [self.recipe.teachers[term.index]]
         ]
         columns = ["teacher", "loss", "chunks", "share of student tokens in a correct chunk"]
-        return [ReportSection("Alignment of the first rows", table(columns, found))]
+        return [*sections, ReportSection("Alignment of the first rows", table(columns, found))]
+
+    def _precision(self) -> list[ReportSection]:
+        """Of every teacher whose scores came cut to the likeliest tokens: whose they are, and what is missing."""
+        from spanwise.report.page import table
+
+        held = [
+            (without_secrets(self.recipe.teachers[term.index].source), term.teacher.precision())
+            for term in self.terms.values()
+            if isinstance(term.teacher, Truncated)
+        ]
+        found = [
+            (source, f"{one.name} ({one.fingerprint})", one.mean_k, one.mean_tail_mass, one.largest_tail_mass)
+            for source, one in held
+            if one is not None
+        ]
+        columns = ["scores", "of the teacher", "tokens per position (mean k)", "mean tail mass", "largest tail mass"]
+        return [ReportSection("Precision of the teachers' scores", table(columns, found))] if found else []
 
     def close(self) -> None:
         """Close every teacher."""

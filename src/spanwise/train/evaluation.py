@@ -234,21 +234,24 @@ def evaluate_model(
 ) -> dict[str, float]:
     """What ``spanwise eval`` prints: bits_per_byte, next_token_accuracy, bytes, tokens (+ teacher_agreement)."""
     from spanwise.loading import load_model, load_tokenizer
+    from spanwise.teachers.local import move_to_gpu
     from spanwise.train import data as corpus
     from spanwise.train.agreement import teacher_agreement
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(tokenizer_source or model_source)
     model: Any = load_model(model_source)
-    model.to(device)
-    texts = list(corpus.documents(data, columns=columns or {}, most=documents))
+    move_to_gpu(model)
+
+    def texts() -> Iterator[str]:
+        return corpus.documents(data, columns=columns or {}, most=documents)
+
     sizes = {"window_bytes": window_bytes, "stride_bytes": stride_bytes, "batch_size": batch_size}
-    result = measure(model, tokenizer, texts, **sizes).as_metrics()
+    result = measure(model, tokenizer, texts(), **sizes).as_metrics()
     if teacher_source is not None:
         teacher: Any = load_model(teacher_source)
-        teacher.to(device)
+        move_to_gpu(teacher)
         teacher_tokenizer = load_tokenizer(teacher_source)
         result["teacher_agreement"] = teacher_agreement(
-            model, tokenizer, teacher, teacher_tokenizer, texts, window_bytes=window_bytes, batch_size=batch_size
+            model, tokenizer, teacher, teacher_tokenizer, texts(), window_bytes=window_bytes, batch_size=batch_size
         )
     return result

@@ -31,7 +31,8 @@ class LeftOut:
 def carried(rows: Iterable[dict[str, Any] | str]) -> Iterator[dict[str, Any]]:
     """The rows among rows and reasons; each carries the reasons beside it, the last one also those behind it.
 
-    >>> [row.get(CARRIED) for row in carried(["empty", {"text": "a"}, {"text": "b"}, "empty"])]
+    >>> rows = ["empty", {"text": "a"}, {"text": "b"}, {"text": "c"}, "empty"]
+    >>> [row.get(CARRIED) for row in carried(rows)]
     [{'empty': 1}, None, {'empty': 1}]
     """
     waiting: dict[str, Any] | None = None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -75,37 +73,3 @@ class ProgressCallback(TrainerCallback):
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
-
-
-class PreemptionCallback(TrainerCallback):
-    """SIGTERM saves a checkpoint after the step in hand and ends the run."""
-
-    def __init__(self) -> None:
-        self.received = False
-        self._previous: Any = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Listen."""
-        try:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
-        except ValueError:  # not the main thread: whoever runs this thread handles signals
-            self._previous = None
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save and stop once the signal has come."""
-        if self.received:
-            control.should_save = True
-            control.should_evaluate = False
-            control.should_training_stop = True
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Give the signal back."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)

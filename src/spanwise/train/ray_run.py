@@ -3,7 +3,8 @@
 This process holds the output folder's lock and starts the workers; Ray gives each its rank and its process group, and
 starts all of them again when one dies, up to ``RETRIES`` times. A worker always continues the newest checkpoint of the
 folder, so a retry goes on from there and ends with the curve of a run that nothing happened to. Mistakes in the input
-are not tried again. The folder must be one that all workers see. About 20 s beyond the run itself.
+are not tried again. SIGTERM comes to this process, which passes it on as a file; the workers save, and the run ends.
+The folder must be one that all workers see. About 20 s beyond the run itself.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from spanwise.dataplane import TransportDown
+from spanwise.train.preemption import at_sigterm
 from spanwise.train.ray_cluster import REFUSALS, Cluster, joined_cluster, stand
 from spanwise.train.ray_teacher import cpus_of, teacher_actors
 from spanwise.train.recipe import Recipe, parse_recipe
-from spanwise.train.run import checkpoint_to_continue, run_in_folder
+from spanwise.train.run import Preempted, checkpoint_to_continue, run_in_folder
 from spanwise.train.run_folder import STAGING, RunFolder
 
 RETRIES = 3
 # Inside the folder's staging area, which the next run clears: what Ray writes, and what the workers say of themselves.
 STATE = "ray"
 REFUSAL = "refusal.json"
+STOP = "stop"
+# What a worker answers instead of a result when it was asked to stop.
+STOPPED_AT = "stopped_at"
 
 
 def train_on_ray(recipe: Recipe, *, resume: bool = False) -> dict[str, Any]:
@@ -41,6 +46,9 @@ def train_on_ray(recipe: Recipe, *, resume: bool = False) -> dict[str, Any]:
 
     Returns:
         What :func:`spanwise.train.run.train` returns, and ``workers``: rank, pid and host of each that saw the end.
+
+    Raises:
+        Preempted: SIGTERM came, and the workers have saved.
     """
     output = Path(recipe.output).absolute()
     with RunFolder(output, resume=resume) as locked:
@@ -51,6 +59,7 @@ def train_on_ray(recipe: Recipe, *, resume: bool = False) -> dict[str, Any]:
         with (
             contextlib.redirect_stdout(sys.stderr),
             joined_cluster(recipe.ray.workers, recipe.ray.address, cpus_of(recipe)) as cluster,
+            at_sigterm((state / STOP).touch),
         ):
             job = {
                 "recipe": recipe.model_dump(mode="json") | {"output": str(output)},
@@ -99,6 +108,8 @@ def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path, name:
         ) from error
     _raise_refusal(state)
     result: dict[str, Any] = done.return_value
+    if STOPPED_AT in result:
+        raise Preempted(result[STOPPED_AT])
     return result | {"workers": workers_of(state, workers)}
 
 
@@ -117,7 +128,10 @@ def work(job: dict[str, Any]) -> dict[str, Any] | None:
     _write(state / f"worker-{rank}.json", {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()})
     try:
         recipe = parse_recipe(job["recipe"])
-        return run_in_folder(recipe, folder, resume=True, callbacks=[RayReport()])
+        asked = (state / STOP).is_file
+        return run_in_folder(recipe, folder, resume=True, callbacks=[RayReport()], told_to_stop=asked)
+    except Preempted as stopped:  # to Ray a worker that has done its work
+        return {STOPPED_AT: stopped.step}
     except tuple(REFUSALS.values()) as error:
         kind = next(name for name, kind in REFUSALS.items() if isinstance(error, kind))
         _write(state / REFUSAL, {"kind": kind, "message": str(error)})

@@ -2,7 +2,8 @@
 
 A recipe is a tree of frozen pydantic models without room for unknown keys. Everything that is wrong with one is said at
 once, each with the nearest valid key, before anything is loaded. ``a.b=c`` on the command line overrides a value. The
-task decides which class reads the file; each task adds its own sections to :class:`Recipe`.
+task decides which class reads the file; each task adds its own sections to :class:`Recipe`. What is written down of a
+recipe holds no secrets: keys and tokens stay with whoever runs it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,18 @@ from spanwise.train.train_section import wrong_arguments
 
 # Where each task's recipe class and builder live; imported when a recipe asks for them.
 TASK_MODULES = {"distill": "spanwise.train.distill", "vlm": "spanwise.train.vlm", "mlm": "spanwise.train.mlm"}
+
+# Keys whose text is a secret. Names of special tokens (bos_token, image_token) and counts of tokens are none.
+SECRET_KEY = re.compile(
+    r"^(?:.*[_-])?(?:(?:hub|hf|auth|access|api|bearer|session|refresh)[_-]?token|api[_-]?key|(?:access|secret)[_-]?key"
+    r"|secret|password|passwd|passphrase|credentials?|authorization|cookie)$|^token$",
+    re.IGNORECASE,
+)
+# The user and password of an address, as in https://user:password@host.
+USER_IN_ADDRESS = re.compile(r"(?<=://)[^/@\s]+@")
+SECRETS_LEFT_OUT = (
+    "# Tokens and passwords were left out. Give them again where no login or environment variable does.\n"
+)
 
 
 class RecipeError(ValueError):
@@ -179,9 +192,35 @@ def recipe_class(task: object, *, name: str = "recipe") -> type[Recipe]:
     return kind
 
 
+def without_secrets(content: Any) -> Any:
+    """The same content without tokens and passwords, for files that are kept and shared.
+
+    >>> without_secrets({"train": {"hub_token": "hf_x", "bf16": True}, "url": "https://me:word@host/v1"})
+    {'train': {'bf16': True}, 'url': 'https://host/v1'}
+    """
+    if isinstance(content, Mapping):
+        return {
+            key: without_secrets(value)
+            for key, value in content.items()
+            if not (isinstance(value, str) and SECRET_KEY.match(str(key)))
+        }
+    if isinstance(content, list):
+        return [without_secrets(value) for value in content]
+    return USER_IN_ADDRESS.sub("", content) if isinstance(content, str) else content
+
+
+def public_content(recipe: Recipe) -> dict[str, Any]:
+    """A resolved recipe as plain values, without its secrets."""
+    content: dict[str, Any] = without_secrets(recipe.model_dump(mode="json"))
+    return content
+
+
 def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the resolved recipe, complete or not at all; it can be run as it stands."""
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """Write the resolved recipe without its secrets, complete or not at all; it can be run as it stands."""
+    content = public_content(recipe)
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    if content != recipe.model_dump(mode="json"):
+        text = SECRETS_LEFT_OUT + text
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as staging:
         staging.write(text)
     Path(staging.name).chmod(0o644)
@@ -300,7 +339,7 @@ def _explain(error: ValidationError, kind: type[Recipe], name: str) -> str:
             nearest = did_you_mean(entry["input"], re.findall(r"'([^']+)'", entry["ctx"]["expected"]))
             lines.append(f"{where} is {entry['input']!r}; expected one of {entry['ctx']['expected']}{nearest}")
         else:
-            given = repr(entry["input"])
+            given = repr(without_secrets(entry["input"]))
             shown = given if len(given) <= 60 else f"{given[:57]}…"
             lines.append(f"{where}: {entry['msg'].removeprefix('Value error, ')} (given: {shown})")
     several = f"{len(lines)} mistakes" if len(lines) > 1 else "1 mistake"

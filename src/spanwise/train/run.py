@@ -12,14 +12,14 @@ import importlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from spanwise.train.recipe import TASK_MODULES as TASKS
-from spanwise.train.recipe import Recipe, RecipeError, read_yaml, write_recipe
+from spanwise.train.recipe import Recipe, RecipeError, public_content, read_yaml, without_secrets, write_recipe
 from spanwise.train.run_folder import RunFolder
 
 RECIPE_NAME = "recipe.yaml"
@@ -57,15 +57,26 @@ def train(recipe: Recipe, *, resume: bool = False, callbacks: list[Any] | None =
         return run_in_folder(recipe, folder, resume=resume, callbacks=callbacks)
 
 
-def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list[Any] | None = None) -> dict[str, Any]:
-    """What :func:`train` does once the folder is ours; every rank of a distributed run calls it."""
+def run_in_folder(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    resume: bool,
+    callbacks: list[Any] | None = None,
+    told_to_stop: Callable[[], bool] | None = None,
+) -> dict[str, Any]:
+    """What :func:`train` does once the folder is ours; every rank of a distributed run calls it.
+
+    ``told_to_stop`` ends the run as SIGTERM does, where another process hears the signal.
+    """
     import transformers
     from transformers.utils import logging as transformers_logging
 
     from spanwise.train.arguments import training_arguments
     from spanwise.train.data import check_held_out
     from spanwise.train.data_workers import told_of_dead_workers
-    from spanwise.train.progress import PreemptionCallback, ProgressCallback
+    from spanwise.train.preemption import Preemption
+    from spanwise.train.progress import ProgressCallback
     from spanwise.train.run_log import RunLog
     from spanwise.train.trainer import SpanwiseTrainer
 
@@ -81,17 +92,18 @@ def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list
         arguments = training_arguments(recipe, folder, has_evaluation=task.has_evaluation, best_metric=task.best_metric)
         _check_room(folder, task.model)
         first_rank = arguments.process_index == 0
+        arguments.distributed_state.wait_for_everyone()  # no rank may still read what the first one now writes
         if first_rank:
             write_recipe(recipe, folder / RECIPE_NAME)
-        preemption = PreemptionCallback()
+        preemption = Preemption(told_to_stop)
         log = RunLog(folder, writes=first_rank)
         if checkpoint is None:
             log.rewind(-1)  # what a run that never reached a checkpoint wrote is trained again
-        trainer = SpanwiseTrainer(task, arguments, log, [ProgressCallback(), preemption, *(callbacks or [])])
+        trainer = SpanwiseTrainer(task, arguments, log, [ProgressCallback(), *(callbacks or [])], preemption.asked)
         trainer.remove_callback(transformers.PrinterCallback)
-        with told_of_dead_workers():
+        with told_of_dead_workers(), preemption.listening():
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if preemption.received:
+        if trainer.stopped:
             raise Preempted(trainer.state.global_step)
         return _finish(recipe, folder, trainer, task, seconds=time.time() - began)
     finally:
@@ -102,6 +114,8 @@ def run_in_folder(recipe: Recipe, folder: Path, *, resume: bool, callbacks: list
 def _one_run(path: Path, *, resume: bool) -> Iterator[Path]:
     """The folder, locked by the first rank; other ranks of a distributed run rely on it."""
     if int(os.environ.get("RANK", "0")) > 0:
+        if not path.exists():  # the first rank may not have come this far
+            path.mkdir(parents=True, exist_ok=True)
         yield path
         return
     with RunFolder(path, resume=resume) as folder:
@@ -125,8 +139,8 @@ def checkpoint_to_continue(folder: Path, recipe: Recipe, *, resume: bool) -> Pat
 
 
 def refuse_another_run(earlier: dict[str, Any], recipe: Recipe) -> None:
-    """A continued run must be the same run: student, teachers, data, loss and seed."""
-    now = recipe.model_dump(mode="json")
+    """A continued run must be the same run: student, teachers, data, loss and seed. Its secrets may be new ones."""
+    earlier, now = without_secrets(earlier), public_content(recipe)
     changed = sorted(key for key in now if key not in MAY_CHANGE and earlier.get(key) != now[key])
     if changed:
         before = yaml.safe_dump({key: earlier.get(key) for key in changed}, default_flow_style=True, width=10_000)
@@ -155,11 +169,11 @@ def _finish(recipe: Recipe, folder: Path, trainer: Any, task: Any, *, seconds: f
     from spanwise.train.student import merged
 
     measured = _last_measures(trainer) if task.has_evaluation else {}
-    if recipe.student.merge:
+    if not recipe.student.merge:
+        trainer.save_model(str(folder))
+    elif trainer.args.process_index == 0:
         merged(trainer.model).save_pretrained(folder)
         task.processing_class.save_pretrained(folder)
-    else:
-        trainer.save_model(str(folder))
     left_out = trainer.left_out()
     steps = [entry for entry in trainer.run_log.entries if entry["kind"] == "step"]
     result = {
@@ -173,6 +187,7 @@ def _finish(recipe: Recipe, folder: Path, trainer: Any, task: Any, *, seconds: f
     if trainer.args.process_index == 0:
         write_run_report(folder / REPORT_NAME, recipe, trainer.run_log, task, measured, left_out, seconds)
         write_card(folder, recipe, task, measured)
+    trainer.accelerator.wait_for_everyone()  # a rank that returned finds the folder as the run leaves it
     if trainer.args.push_to_hub:
         trainer.push_to_hub()
     return result
@@ -191,7 +206,7 @@ def write_card(folder: Path, recipe: Recipe, task: Any, measured: dict[str, floa
     """The model card: what was trained, from what, by which losses, how well, on whose tokenizers, the whole recipe."""
     from spanwise.spans.table import tokenizer_fingerprint
 
-    content = recipe.model_dump(mode="json")
+    content = public_content(recipe)
     student = recipe.student.model if isinstance(recipe.student.model, str) else "random weights"
     lines = [
         "---",
@@ -200,7 +215,8 @@ def write_card(folder: Path, recipe: Recipe, task: Any, measured: dict[str, floa
         "---",
         f"# {folder.name}",
         "",
-        f"Trained with Spanwise: task `{recipe.task}`, student {student}, data {recipe.data.train}.",
+        f"Trained with Spanwise: task `{recipe.task}`, student {student}, data {_names(content['data']['train'])}"
+        + (f", held-out data {_names(content['data']['eval'])}." if recipe.data.eval else "."),
         "",
     ]
     for place, section in enumerate(content.get("teachers", [])):
@@ -213,3 +229,7 @@ def write_card(folder: Path, recipe: Recipe, task: Any, measured: dict[str, floa
     lines += [f"- {name}: {value:.4g}" for name, value in measured.items()]
     lines += ["", "```yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True).rstrip(), "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _names(sources: str | list[str]) -> str:
+    return sources if isinstance(sources, str) else ", ".join(sources)

@@ -24,6 +24,11 @@ STAGING = ".staging"
 LOCK = ".lock"
 MANIFEST = "manifest.json"
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+# What of a folder is the run's own business and never uploaded: checkpoints, locks, staging, its spare tokenizer.
+# Nothing that is unpickled is ever shared.
+NOT_SHARED = ("checkpoint-*", ".*", "_*", "tokenizer/*", "*.bin", "*.pt", "*.pth", "*.pkl")
+# What of a checkpoint only serves to continue it.
+NOT_A_MODEL = ("trainer_state.json", "spanwise_state.json", MANIFEST, "optimizer_*", "pytorch_model_fsdp_*")
 # What a run cannot be continued without; sharded (FSDP) checkpoints keep the optimizer in a folder of this name.
 OPTIMIZER_NAMES = ("optimizer.pt", "optimizer.bin", "optimizer_0")
 
@@ -138,6 +143,19 @@ def publish_checkpoint(staged: Path, final: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def linked_copy(folder: Path, copy: Path) -> Path:
+    """The files of a folder under second names, for a reader that may outlive it; no bytes where the disk has links."""
+
+    def link(source: str, target: str) -> str:
+        try:
+            os.link(source, target)
+        except OSError:  # a disk without links
+            shutil.copyfile(source, target)
+        return target
+
+    return Path(shutil.copytree(folder, copy, copy_function=link))
 
 
 def verify_checkpoint(folder: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 
 from spanwise.report.chart import line_chart
 from spanwise.report.page import escape, section, shown, table, write_page
-from spanwise.train.recipe import Recipe
+from spanwise.train.recipe import Recipe, public_content
 from spanwise.train.run_log import RunLog
 
 
@@ -30,7 +30,7 @@ def write_run_report(
         section("Curves", "\n".join(_curves(log, task))),
         *(section(part.heading, part.html) for part in task.report_sections()),
         section("Left out of training", table(["reason", "rows"], sorted(left_out.items()) or [("nothing", 0)])),
-        section("Recipe", f"<pre>{escape(yaml.safe_dump(recipe.model_dump(mode='json'), sort_keys=False))}</pre>"),
+        section("Recipe", f"<pre>{escape(yaml.safe_dump(public_content(recipe), sort_keys=False))}</pre>"),
         section("Environment", table(["what", "value"], _environment(seconds))),
     ]
     return write_page(
@@ -56,6 +56,7 @@ def _curves(log: RunLog, task: Any) -> list[str]:
         line_chart({"loss": log.curve("loss")}, title="Training loss (weighted total)", x_label="step"),
         line_chart({term: log.curve(term) for term in terms}, title="Terms, apart", x_label="step"),
         line_chart({metric: log.curve(metric, "evaluation")}, title=f"Held-out {metric}", x_label="step"),
+        *_curves_of_alignment(log, terms),
         line_chart({"learning rate": log.curve("learning_rate")}, title="Learning rate", x_label="step"),
         line_chart({"gradient norm": log.curve("grad_norm")}, title="Gradient norm", x_label="step"),
         line_chart({"tokens/s": log.curve("tokens_per_second")}, title="Speed", x_label="step"),
@@ -63,6 +64,19 @@ def _curves(log: RunLog, task: Any) -> list[str]:
     ]
     if log.curve("dynamic_ratio"):
         charts.append(line_chart({"ratio": log.curve("dynamic_ratio")}, title="Dynamic scaling", x_label="step"))
+    return charts
+
+
+def _curves_of_alignment(log: RunLog, terms: list[str]) -> list[str]:
+    """What the batches of a distillation run were: how much text the student needed, how much each teacher covered."""
+    bits = log.curve("train_bits_per_byte")
+    coverage = {term: curve for term in terms if (curve := log.curve(f"{term}/coverage"))}
+    charts = []
+    if bits:
+        charts.append(line_chart({"bits per byte": bits}, title="Training bits per byte", x_label="step"))
+    if coverage:
+        title = "Coverage: trained tokens in a chunk that covers the same bytes on both sides"
+        charts.append(line_chart(coverage, title=title, x_label="step"))
     return charts
 
 

@@ -4,6 +4,8 @@ Rows are shuffled by (seed, epoch) alone and cut into batches; consecutive batch
 optimizer step always sees the next ``global batch`` rows of the epoch's order. The last batches are completed with
 blanks (``loss_multiplier`` 0), which count nothing, so that all ranks do the same number of steps. Each row learns its
 ``epoch`` and ``position`` in the epoch's order, for noise that does not depend on neighbours. O(rows) int64 per epoch.
+
+A stream is dealt out in the same way, in its own order; its rows learn their place as they come.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+from spanwise.train.left_out import CARRIED
 
 # Rows that are sorted by length together, in steps; larger groups better, shuffles less.
 STEPS_PER_POOL = 50
@@ -96,3 +100,35 @@ class PlacedRows(Dataset[dict[str, Any]]):
         row, epoch, position = index
         content: dict[str, Any] = dict(self.rows[row]) | {"epoch": epoch, "position": position}
         return content if position != BLANK else content | {"loss_multiplier": 0.0}
+
+
+class WholeSteps(IterableDataset[dict[str, Any]]):
+    """A stream whose epoch ends with a whole optimizer step, and whose rows know where they stand.
+
+    accelerate deals a stream's rows to the ranks in turn and completes the last batch with the first rows, which would
+    be trained on and counted twice; and what is left of an accumulated step would be added to the next epoch's first.
+    With several data workers each reads and completes its own part, so the order is that of as many workers.
+
+    Args:
+        rows: the stream; rows may carry counts of what was left out.
+        step_size: rows per optimizer step, over all ranks and micro-batches.
+    """
+
+    def __init__(self, rows: Any, step_size: int) -> None:
+        self.rows, self.step_size, self.epoch = rows, step_size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffle differently in each epoch."""
+        self.epoch = epoch
+        self.rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        first, apart = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        count, row = 0, None
+        for count, row in enumerate(self.rows, 1):
+            yield row | {"epoch": self.epoch, "position": first + apart * (count - 1)}
+        if row is not None:
+            content = {name: value for name, value in row.items() if name != CARRIED}
+            blank = content | {"epoch": self.epoch, "position": BLANK, "loss_multiplier": 0.0}
+            yield from (blank for _ in range(-count % self.step_size))

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+from transformers.utils.hub import PushInProgress, hf_api
 
 from spanwise.loss_parts import LossParts, Ratio, merge_metrics
 from spanwise.train.left_out import CarryingCollator
-from spanwise.train.run_folder import STAGING, publish_checkpoint
+from spanwise.train.run_folder import NOT_A_MODEL, NOT_SHARED, STAGING, linked_copy, publish_checkpoint
 from spanwise.train.run_log import RunLog
-from spanwise.train.sampler import PlacedRows, StepSampler
+from spanwise.train.sampler import PlacedRows, StepSampler, WholeSteps
 from spanwise.train.task import Task
 
 STATE_NAME = "spanwise_state.json"
+UPLOADS = "uploads"
+# Every file that from_pretrained would take for weights.
+WEIGHTS = ("adapter_*", "model*.safetensors", "model*.safetensors.index.json")
 # Dynamic scaling multiplies kd with |ce| / |kd| of the step before; a teacher that says almost nothing (kd near 0) must
 # not blow the loss up.
 LARGEST_RATIO = 1e4
@@ -52,10 +57,16 @@ class SpanwiseTrainer(Trainer):
         args: transformers' arguments; ``output_dir`` is the run's folder.
         log: the run's log.
         callbacks: transformers' callbacks, as usual.
+        asked_to_stop: looked at after every step; once it is true on any rank, all save and stop.
     """
 
     def __init__(
-        self, task: Task, args: TrainingArguments, log: RunLog, callbacks: list[TrainerCallback] | None = None
+        self,
+        task: Task,
+        args: TrainingArguments,
+        log: RunLog,
+        callbacks: list[TrainerCallback] | None = None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         nothing_to_iterate: Any = []  # evaluate() asks the task; the stock check only wants something to be there
         collator: Any = task.collator
@@ -73,6 +84,8 @@ class SpanwiseTrainer(Trainer):
         self.task = task
         self.folder = Path(str(args.output_dir))
         self.run_log = log
+        self.asked_to_stop = asked_to_stop
+        self.stopped = False  # because it was asked to, on some rank
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
         self.terms = [name for name, weight in task.weights.items() if weight]
@@ -90,12 +103,13 @@ class SpanwiseTrainer(Trainer):
     # -- rows -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Batches of the task's rows; map-style rows go through our sampler, streams as they come."""
+        """Batches of the task's rows; map-style rows go through our sampler, streams in their own order."""
         rows: Any = self.task.train_rows
-        if isinstance(rows, torch.utils.data.IterableDataset):
-            return super().get_train_dataloader()
-        strategy = str(self.args.train_sampling_strategy)
         ranks = max(1, self.args.world_size // (self.get_tp_size() * self.get_cp_size() * self.get_sp_size()))
+        step_size = self._train_batch_size * ranks * self.args.gradient_accumulation_steps
+        if isinstance(rows, torch.utils.data.IterableDataset):
+            return self._loader(WholeSteps(rows, step_size), batch_size=self._train_batch_size)
+        strategy = str(self.args.train_sampling_strategy)
         self._sampler = StepSampler(
             len(rows),
             batch_size=self._train_batch_size,
@@ -103,11 +117,14 @@ class SpanwiseTrainer(Trainer):
             seed=self.args.seed,
             shuffle=strategy != "sequential",
             lengths=rows.lengths() if strategy == "group_by_length" else None,
-            step_size=self._train_batch_size * ranks * self.args.gradient_accumulation_steps,
+            step_size=step_size,
         )
+        return self._loader(PlacedRows(rows), batch_sampler=self._sampler)
+
+    def _loader(self, rows: Any, **batches: Any) -> Any:
         loader = torch.utils.data.DataLoader(
-            PlacedRows(rows),
-            batch_sampler=self._sampler,
+            rows,
+            **batches,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
@@ -255,10 +272,19 @@ class SpanwiseTrainer(Trainer):
         self.run_log.write("step", self.state.global_step, line)
 
     def _reduced_means(self) -> dict[str, float]:
-        sums = self._sum_over_ranks(torch.stack([self._sums[term] for term in self.terms]))
-        return {
-            term: value / max(self._counts[term], 1.0) for term, value in zip(self.terms, sums.tolist(), strict=True)
-        }
+        sums = [self._sums[term] for term in self.terms]
+        # The wish to stop travels with the sums: a rank that saved alone would wait for the others for ever.
+        asked = torch.tensor(float(self.asked_to_stop()), device=sums[0].device)
+        *reduced, wishes = self._sum_over_ranks(torch.stack([*sums, asked])).tolist()
+        if wishes:
+            self._save_and_stop()
+        return {term: value / max(self._counts[term], 1.0) for term, value in zip(self.terms, reduced, strict=True)}
+
+    def _save_and_stop(self) -> None:
+        self.stopped = True
+        self.control.should_save = True
+        self.control.should_evaluate = False
+        self.control.should_training_stop = True
 
     def _reduced_metrics(self) -> dict[str, float]:
         names = sorted(self._metrics)
@@ -357,15 +383,76 @@ class SpanwiseTrainer(Trainer):
             if self.args.should_save:
                 self._save(output_dir, state)
         else:
-            super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, _internal_call=True)  # else it would push a folder that is not complete
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
         # The stock trainer pickles its arguments; the resolved recipe says the same and cannot run code.
         Path(output_dir or self.folder, "training_args.bin").unlink(missing_ok=True)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the run writes its own card, and the stock one would overwrite it before a push."""
+    # -- the hub -----------------------------------------------------------------------------------------------------
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload the run's folder as it lies: model, tokenizer, card, report and log; the stock push saves anew.
+
+        Weights that a push during training left are taken away: adapters would be loaded on top of merged weights.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        shutil.rmtree(self.folder / STAGING / UPLOADS, ignore_errors=True)
+        upload: Any = hf_api().upload_folder
+        return upload(
+            repo_id=self.hub_model_id,
+            folder_path=str(self.folder),
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            run_as_future=not blocking,
+            ignore_patterns=list(NOT_SHARED),
+            delete_patterns=list(WEIGHTS),
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload a checkpoint's model; the stock push copies it into the run's folder first, pickled arguments too."""
+        strategy = self.args.hub_strategy
+        if not self.is_world_process_zero() or strategy == HubStrategy.END:
+            return
+        before: Any = [] if self.push_in_progress is None else self.push_in_progress.jobs
+        pending = [job for job in before if not job.done()]
+        if pending and not self.args.hub_always_push:
+            return
+        if not pending:
+            shutil.rmtree(self.folder / STAGING / UPLOADS, ignore_errors=True)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        name = Path(checkpoint_folder).name
+        # The checkpoint itself may be rotated away before the upload is through.
+        linked = linked_copy(Path(checkpoint_folder), self.folder / STAGING / UPLOADS / name)
+        common: dict[str, Any] = {
+            "repo_id": self.hub_model_id,
+            "folder_path": str(linked),
+            "commit_message": f"Training in progress, step {self.state.global_step}",
+            "token": self.args.hub_token,
+            "revision": self.args.hub_revision,
+            "run_as_future": True,
+        }
+        jobs = [hf_api().upload_folder(**common, ignore_patterns=[*NOT_SHARED, *NOT_A_MODEL])]
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            place = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else name
+            jobs.append(hf_api().upload_folder(**common, path_in_repo=place))
+        uploads: Any = [*pending, *jobs]  # annotated as one future, used as a list of them
+        self.push_in_progress = PushInProgress(uploads)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
