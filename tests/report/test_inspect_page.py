@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from spanwise.report.inspect_page import ShownColumn, ShownRow, ShownStrip, ShownToken, data_uri, write_inspect_page
+from tests.browser import watched
 
 pytestmark = pytest.mark.browser
-
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
 def column(above: str, below: str, state: Any = "paired", document: int = 1, kind: Any = "trained") -> ShownColumn:
@@ -47,28 +45,12 @@ def rows() -> list[ShownRow]:
     ]
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        yield found
-        found.close()
-
-
 @pytest.fixture
-def page(browser: Any, tmp_path: Path) -> Iterator[Page]:
+def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
     path = write_inspect_page(tmp_path / "page.html", rows(), title="First <batches>", subtitle="Task distill")
-    opened = browser.new_page(color_scheme="dark", viewport={"width": 1000, "height": 800})
-    problems: list[str] = []
-    asked: list[str] = []
-    opened.on("console", lambda message: problems.append(message.text))
-    opened.on("pageerror", lambda error: problems.append(str(error)))
-    opened.on("request", lambda request: asked.append(request.url))
-    opened.goto(path.as_uri())
-    yield opened
-    assert problems == []
-    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-    opened.close()
+    with watched(browser, color_scheme="dark") as opened:
+        opened.goto(path.as_uri())
+        yield opened
 
 
 def lit(page: Page) -> list[str]:
@@ -90,7 +72,9 @@ def test_hovering_a_chunk_lights_up_both_sides_in_every_strip(page: Page) -> Non
 
 def test_arrow_keys_walk_chunks_lines_and_rows(page: Page) -> None:
     page.keyboard.press("ArrowRight")
-    assert page.evaluate("document.activeElement.innerText").split() == ["The", "The"] or lit(page)
+    assert page.evaluate("document.activeElement.innerText").split() == ["The", "The"]
+    first = page.query_selector_all('.chunks[data-strip="0"] .side.on')
+    assert ["".join(side.inner_text().split()) for side in first] == ["The", "The"]
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.dataset.a") == "1 3"
     assert len(lit(page)) >= 2

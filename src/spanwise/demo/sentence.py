@@ -1,6 +1,7 @@
 """What may be said after a demo: one plain sentence, built from the numbers of this run alone.
 
-The sentence leads with whichever part holds the stronger true statement. If the teacher did not help, it says so.
+The sentence leads with whichever part holds the stronger true statement. If the teacher did not help, it says so; one
+seed is no verdict, and a quick run proves nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from spanwise.demo.arms import (
 
 Arms = Sequence[Mapping[str, Any]]
 
+# Two runs that differ in their random numbers alone can differ by as much as the teacher brings.
+FEWEST_SEEDS = 2
+PROVES_NOTHING = "This was --quick: a few steps that show the machinery; it proves nothing."
+
 
 @dataclass(frozen=True)
 class StudentVerdict:
@@ -34,8 +39,8 @@ class StudentVerdict:
 
     @property
     def helped(self) -> bool:
-        """In every seed, and against both controls."""
-        return bool(self.gains) and min(self.gains + self.gains_over_doubled) > 0
+        """In every seed, and against both controls; never from one seed."""
+        return len(self.gains) >= FEWEST_SEEDS and min(self.gains + self.gains_over_doubled) > 0
 
 
 def values(arms: Arms, name: str, key: str = "bits_per_byte") -> list[float]:
@@ -80,16 +85,23 @@ def student_sentence(arms: Arms) -> str:
             f"loss weight, better in each of {seeds} seeds (by {_spread(verdict.gains)}); doubling cross entropy with "
             f"no teacher does not explain it (behind by {_spread(verdict.gains_over_doubled)})."
         )
+    if seeds < FEWEST_SEEDS:
+        return (
+            f"One seed is no verdict on the teacher of the small student: {numbers} at the same data, steps and total "
+            f"loss weight, a difference of {_spread(verdict.gains)}, against doubled cross entropy "
+            f"{_spread(verdict.gains_over_doubled)}."
+        )
     return (
         f"In this run the teacher did not reliably help the small student: {numbers}, differences by seed "
         f"{_spread(verdict.gains)}, against doubled cross entropy {_spread(verdict.gains_over_doubled)}."
     )
 
 
-def lead(arms: Arms) -> str:
-    """The sentence for the top of the page, the stronger statement first."""
+def lead(arms: Arms, *, quick: bool = False) -> str:
+    """What stands on top: the stronger statement first, and before it what a quick run is worth."""
     student, swap = student_sentence(arms), swap_sentence(arms)
-    return f"{student} {swap}" if student_verdict(arms).helped else f"{swap} {student}"
+    found = f"{student} {swap}" if student_verdict(arms).helped else f"{swap} {student}"
+    return f"{PROVES_NOTHING} {found}" if quick else found
 
 
 def share_closed(arms: Arms) -> tuple[float, float]:

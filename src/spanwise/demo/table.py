@@ -28,5 +28,7 @@ def arms_table(result: Mapping[str, Any]) -> str:
     text = io.StringIO()
     console = Console(file=text, width=110)
     console.print(table)
-    console.print(f"\n{result['sentence']}\n\nReport: {result['report']}", highlight=False)
+    console.print(f"\n{result['sentence']}\n", highlight=False, markup=False)
+    # Never broken into lines: a path is there to be copied.
+    console.print(f"Report: {result['report']}", highlight=False, markup=False, soft_wrap=True)
     return text.getvalue()

@@ -25,7 +25,8 @@ def write_align_page(path: str | os.PathLike[str], found: ShownAlignment, *, stu
     )
     body = section("Coverage", facts)
     body += section(
-        "Chunks", "<p>Above the student's tokens, below the teacher's. A red frame is not claimed.</p>" + _chunks(found)
+        "Chunks",
+        "<p>Above the student's tokens, below the teacher's. A red frame is not claimed.</p>" + chunk_boxes(found),
     )
     worst = found.worst()
     if worst:
@@ -37,7 +38,8 @@ def write_align_page(path: str | os.PathLike[str], found: ShownAlignment, *, stu
     return write_page(path, title=f"{student} and {teacher}", subtitle="Alignment by bytes", body=body, style=STYLE)
 
 
-def _chunks(found: ShownAlignment) -> str:
+def chunk_boxes(found: ShownAlignment) -> str:
+    """The chunks in order, each a box of two sides, as HTML; a page that shows them takes ``columns.STYLE``."""
     return f'<div class="chunks">{"".join(_chunk(place, chunk) for place, chunk in enumerate(found.chunks))}</div>'
 
 
