@@ -122,6 +122,7 @@ def model_rows() -> tuple[list[dict[str, Any]], float]:
         torch.cuda.empty_cache()
         flops, count = flops_per_token(shape, backward=backward)
         what = "a training step, P-KL fused with the head" if backward else "forward, all logits"
+        what += "; FLOPs are those of the model with all logits"
         context = f"{what}, {count / 1e9:.2f}B parameters, 1 row of {LENGTH:,} tokens, bfloat16"
         for figure, value, unit in (
             ("tokens per second", LENGTH / took, "tokens/s"),

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import msgspec
 import psutil
 import torch
 
@@ -50,7 +52,7 @@ from spanwise.train.ray_cluster import joined_cluster
 from spanwise.train.ray_teacher import cpus_of, teacher_actors
 from spanwise.train.recipe import load_recipe
 from spanwise.train.run_log import read_log
-from spanwise.train.streamed_teacher import StreamedTeacher, actor_namespace, columns_of
+from spanwise.train.streamed_teacher import StreamedTeacher, actor_namespace, columns_of, pack_asked
 from spanwise.xtoken.losses.plan import chunk_plan_of_batch
 from spanwise.xtoken.losses.shared_set import pick_of_plan, share_picked
 
@@ -87,27 +89,32 @@ def byte_rows(recipe: Path) -> list[Row]:
     for name, (_, header) in recut(recipe, cache, CUTS).items():
         context = f"mean k {header['mean_k']:.1f}, mean tail mass {header['mean_tail_mass']:.3f}"
         beside(f"cached, {name}", header["bytes_per_token"], context)
-    for name, size in streamed_bytes(task).items():
-        beside(f"streamed, {name}", size, "one frame per micro-batch of 4 rows, uncompressed")
+    for name, (asked, answered) in streamed_bytes(task).items():
+        context = f"asked {asked:.1f}, answered {answered:.1f}; a micro-batch of 4 rows, uncompressed"
+        beside(f"streamed, {name}", asked + answered, context)
     task.close()
     return rows
 
 
-def streamed_bytes(task: Any) -> dict[str, float]:
-    """Bytes of an answer's frame per real token, by what is asked for."""
+def streamed_bytes(task: Any) -> dict[str, tuple[float, float]]:
+    """Bytes of a request and of its answer's frame per real token, by what is asked for."""
     term = task.terms["kd/0"]
     batch = task.collator([task.train_rows[place] for place in range(4)])
     plain = request_from_batch(batch, term.prefix)
     tokens = int(plain.token_mask.sum())
-    picked = share_picked(
-        term.teacher.score(plain),
-        pick_of_plan(chunk_plan_of_batch(batch, teacher_index=term.index), 8_192),
-        teacher_vocab_size=term.teacher.vocab_size,
-    )
-    answers = {f"top {k}": term.teacher.score(replace(plain, top_k=k, statistics=True)) for k in (4, 16, 64)} | {
-        "shared set of 8,192 a document": picked
+    pick = pick_of_plan(chunk_plan_of_batch(batch, teacher_index=term.index), 8_192)
+    requests = {f"top {k}": replace(plain, top_k=k, statistics=True) for k in (4, 16, 64)}
+    answers = {name: term.teacher.score(request) for name, request in requests.items()}
+    shared = "shared set of 8,192 a document"
+    requests[shared] = replace(plain, pick=pick)
+    answers[shared] = share_picked(term.teacher.score(plain), pick, teacher_vocab_size=term.teacher.vocab_size)
+    return {
+        name: (
+            len(msgspec.msgpack.encode(pack_asked(requests[name]))) / tokens,
+            len(encode_frame(columns_of(answer, plain.token_mask))) / tokens,
+        )
+        for name, answer in answers.items()
     }
-    return {name: len(encode_frame(columns_of(each, plain.token_mask))) / tokens for name, each in answers.items()}
 
 
 # -- one call ------------------------------------------------------------------------------------------------------
@@ -159,10 +166,14 @@ class Run:
 
     def until(self, done: Callable[[], bool]) -> float:
         """Watch until something holds or the run ends; seconds since its start."""
+        looked = 0.0
         while self.process.poll() is None and not done():
-            for name, found in self.members().items():
-                self.peaks[name] = max(self.peaks.get(name, 0.0), peak_memory(found))
-            time.sleep(0.02)
+            # Rarely, since looking costs the run its processor; a peak is a high-water mark.
+            if time.perf_counter() - looked > 0.5:
+                looked = time.perf_counter()
+                for name, found in self.members().items():
+                    self.peaks[name] = max(self.peaks.get(name, 0.0), peak_memory(found))
+            time.sleep(0.05)
         return time.perf_counter() - self.began
 
     def members(self) -> dict[str, psutil.Process]:
@@ -176,8 +187,10 @@ class Run:
             found |= {name: child for name, word in PROCESSES.items() if word and word in said}
         return found
 
-    def steps(self) -> list[Row]:
-        return [entry for entry in read_log(self.log) if entry["kind"] == "step"]
+    def steps(self) -> list[float]:
+        """Seconds of each step so far; the log holds their sum."""
+        sums = [0.0, *(entry["seconds"] for entry in read_log(self.log) if entry["kind"] == "step")]
+        return [after - before for before, after in pairwise(sums)]
 
     def end(self) -> dict[str, Any]:
         """The run's result."""
@@ -202,13 +215,13 @@ def run_rows(recipe: Path, turns: int, steps: int) -> list[Row]:
     """Runs with the teacher in the worker and in an actor, in turns; equal curves, time per step, peak memory."""
     seconds: dict[str, list[float]] = {"in the worker": [], "streamed": []}
     peaks: dict[str, dict[str, float]] = {}
-    curves = {}
+    curves: dict[str, list[float]] = {}
     more = [f"train.max_steps={steps}", "train.gradient_accumulation_steps=4", "train.per_device_train_batch_size=2"]
     for turn in range(turns):
         for name, overrides in (("in the worker", IN_WORKER), ("streamed", STREAMED)):
             run = Run(recipe, recipe.parent / f"run {name} {turn}", [*overrides, *more])
-            curves[name] = run.end()["loss_per_step"]
-            seconds[name] += [entry["seconds"] for entry in run.steps()[1:]]
+            curves.setdefault(name, []).extend(run.end()["loss_per_step"])
+            seconds[name] += run.steps()[1:]
             peaks[name] = run.peaks
     off = max(abs(one - other) / abs(one) for one, other in zip(*curves.values(), strict=True))
     near, far = (statistics.median(seconds[name]) for name in ("in the worker", "streamed"))
@@ -266,11 +279,13 @@ def pause_rows(recipe: Path) -> list[Row]:
     """The longest step of a streamed run whose teacher is killed, beyond a usual one."""
     with ended(Run(recipe, recipe.parent / "paused", [*STREAMED, "train.max_steps=30"])) as run:
         run.until(lambda: len(run.steps()) > 8)
-        before = statistics.median(entry["seconds"] for entry in run.steps()[1:])
+        before = statistics.median(run.steps()[1:])
         run.members()["teacher's actor"].kill()
         run.end()
-        longest = max(entry["seconds"] for entry in run.steps()[8:])
-    context = f"its longest step took {longest:.1f} s, a usual one {before:.2f} s; nothing was lost"
+        longest = max(run.steps()[8:])
+    context = (
+        f"its longest step took {longest:.1f} s, a usual one {before:.2f} s; the actor is started and loaded again"
+    )
     return [row("pause after a killed teacher", longest - before, "s", context)]
 
 

@@ -1,7 +1,7 @@
 """The table of docs/scale.md: what one billion tokens cost, multiplied out of the measured rows.
 
-A pass is one reading of all tokens by the student. Hours are those of the GPU that the speeds were measured on; bytes
-are those of the cache's files and of the queue's frames.
+A pass is one reading of all tokens by the student. FLOPs are counted, hours are those of the GPU that the speeds were
+measured on; bytes are those of the cache's files, and of the questions and answers that go through the queue.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ def scale_table(rows: Iterable[Mapping[str, str]]) -> str:
     try:
         teacher, student = (float(found[f"gpu {name}: tokens per second"]) for name in ("8B teacher", "1B student"))
         memory = float(found["gpu 8B teacher: peak memory"])
+        read, learnt = (
+            float(found[f"scale FLOPs per token, {name}"]) for name in ("8B teacher, forward", "1B student, step")
+        )
     except KeyError:
         return MISSING
     lines = [
-        "| way | teacher's GPU hours, first pass | each further pass | student's GPU hours, each pass | on disk "
-        "| over the network, each pass | of it per second and teacher's GPU | teacher's memory beside the student |",
+        "| way | teacher, first pass | each further pass | student, each pass | on disk | over the network, each pass "
+        "| of it per second and teacher's GPU | teacher's memory beside the student |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for way in ways(found):
         cells = [
             way.name,
-            hours(teacher),
-            hours(teacher) if way.again else "0",
-            hours(student),
+            work(read, teacher),
+            work(read, teacher) if way.again else "0",
+            work(learnt, student),
             size(way.kept * TOKENS),
             size(way.carried * TOKENS),
             size(way.carried * teacher),
@@ -79,14 +82,15 @@ def ways(found: Mapping[str, str]) -> list[Way]:
     ]
 
 
-def hours(tokens_per_second: float) -> str:
-    """GPU hours of a pass."""
-    return f"{TOKENS / tokens_per_second / 3_600:.1f} h"
+def work(gigaflops: float, tokens_per_second: float) -> str:
+    """FLOPs of a pass, and GPU hours of the measured GPU."""
+    return f"{TOKENS * gigaflops * 1e9:.2g} FLOP, {TOKENS / tokens_per_second / 3_600:.1f} h"
 
 
 def size(count: float) -> str:
     """Bytes for people."""
     if not count:
         return "0"
+    count = float(f"{count:.3g}")
     step = min(int(math.log10(count)) // 3, len(UNITS) - 1)
     return f"{count / 1_000**step:.3g} {UNITS[step]}"

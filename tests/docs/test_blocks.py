@@ -74,17 +74,26 @@ def commands() -> list[tuple[str, str]]:
     ]
 
 
+def check_command(line: str) -> None:
+    """A line that a page tells the reader to type: its verb and its options exist."""
+    words = shlex.split(line.split(" > ")[0])
+    assert words.pop(0) == "spanwise"
+    found: Any = typer.main.get_command(app)
+    while hasattr(found, "commands"):
+        assert words[0] in found.commands, line
+        found = found.commands[words.pop(0)]
+    options = {name for parameter in found.params for name in parameter.opts}
+    unknown = [word for word in words if word.startswith("-") and word not in options]
+    assert not unknown, line
+
+
 def test_commands_and_their_options_exist() -> None:
     assert len(commands()) >= 20
     for page, line in commands():
-        words = shlex.split(line.split(" > ")[0])[1:]
-        found: Any = typer.main.get_command(app)
-        while hasattr(found, "commands"):
-            assert words[0] in found.commands, f"{page}: {line}"
-            found = found.commands[words.pop(0)]
-        options = {name for parameter in found.params for name in parameter.opts}
-        unknown = [word for word in words if word.startswith("-") and word not in options]
-        assert not unknown, f"{page}: {line}"
+        try:
+            check_command(line)
+        except AssertionError as error:
+            raise AssertionError(f"{page}: {error}") from error
 
 
 def test_no_page_asks_a_network_to_be_shown() -> None:

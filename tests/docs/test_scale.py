@@ -30,6 +30,8 @@ ROWS = [
     {"benchmark": "gpu", "figure": "8B teacher: tokens per second", "value": "50000"},
     {"benchmark": "gpu", "figure": "8B teacher: peak memory", "value": "17.2"},
     {"benchmark": "gpu", "figure": "1B student: tokens per second", "value": "100000"},
+    {"benchmark": "scale", "figure": "FLOPs per token, 8B teacher, forward", "value": "17.5"},
+    {"benchmark": "scale", "figure": "FLOPs per token, 1B student, step", "value": "9"},
     {"benchmark": "scale", "figure": "bytes per token: dense logits", "value": "98304"},
     {"benchmark": "scale", "figure": "bytes per token: cached, k = 4", "value": "25"},
     {"benchmark": "scale", "figure": "bytes per token: streamed, top 64", "value": "560"},
@@ -48,10 +50,12 @@ def test_the_table_multiplies_what_was_measured(hooks: Any) -> None:
         "dense logits, sent",
     ]
     # 1e9 tokens at 50,000 a second are 5.56 hours; at 100,000 half as many.
-    assert cells["online, one process"] == ["5.6 h", "5.6 h", "2.8 h", "0", "0", "0", "17 GiB"]
-    assert cells["cached, k = 4"] == ["5.6 h", "0", "2.8 h", "25 GB", "0", "0", "0"]
-    assert cells["streamed, top 64"] == ["5.6 h", "5.6 h", "2.8 h", "0", "560 GB", "28 MB", "0"]
-    assert cells["dense logits, kept"] == ["5.6 h", "0", "2.8 h", "304 TB", "0", "0", "0"]
+    teacher, student = "1.8e+19 FLOP, 5.6 h", "9e+18 FLOP, 2.8 h"
+    assert cells["online, one process"] == [teacher, teacher, student, "0", "0", "0", "17 GiB"]
+    assert cells["cached, k = 4"] == [teacher, "0", student, "25 GB", "0", "0", "0"]
+    assert cells["streamed, top 64"] == [teacher, teacher, student, "0", "560 GB", "28 MB", "0"]
+    assert cells["dense logits, kept"] == [teacher, "0", student, "304 TB", "0", "0", "0"]
+    assert hooks.scale_table.__globals__["size"](999.7e9) == "1 TB"
     assert len(head.split(" | ")) == 8
 
 

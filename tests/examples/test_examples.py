@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -18,6 +20,15 @@ def run(name: str, *words: str) -> str:
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_every_example_is_run_here():
+    """By its name: what ``run`` and the parameters of these tests are given."""
+    tree = ast.parse(Path(__file__).read_text())
+    words = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert {file.name for file in (ROOT / "examples").glob("*.py")} == {
+        word for word in words if re.fullmatch(r"\w+\.py", word)
+    }
 
 
 @pytest.mark.parametrize("name", ["bare_loop.py", "plain_trainer.py"])
