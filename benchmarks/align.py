@@ -2,7 +2,7 @@
 
 One thread, medians of CPU time, both sides interleaved in one run. The floor is tokenizing the same texts with both
 tokenizers, which a collator has to do anyway. The peer is a dynamic program over canonicalised token strings, written
-here.
+here. What importing the package costs is measured here, too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import time
 import unicodedata
@@ -169,6 +170,18 @@ def row(figure: str, value: float, unit: str, target: str, reached: bool, contex
     }
 
 
+def importing() -> dict[str, object]:
+    """What `import spanwise` costs beside `import torch`, each in fresh processes."""
+    times: dict[str, list[float]] = {"import spanwise": [], "import torch": []}
+    for _ in range(3):
+        for code, seen in times.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True)
+            seen.append(time.perf_counter() - begin)
+    ours, floor = (statistics.median(seen) for seen in times.values())
+    return row("import spanwise", ours, "s", "", True, f"import torch alone: {floor:.2f} s") | {"reached": "-"}
+
+
 def samples() -> list[str]:
     from tests.xtoken.test_align_hard_cases import CASES
 
@@ -201,6 +214,7 @@ def main() -> None:
     rows += judged("byte-exact pair", exact, samples(), (100, 100))
     rows += judged("NFC pair", composing, samples(), (99.5, 99))
     rows += judged("dummy-prefix pair", dummy, samples(), (99.5, 99))
+    rows.append(importing())
     record("align", rows)
 
 

@@ -113,6 +113,27 @@ def test_micro_batches_cover_the_batch() -> None:
         list(batch.micro_batches(0))
 
 
+def test_rows_of_a_packed_batch_do_not_stand_alone() -> None:
+    """With one document a row nothing else gives it away, and a part's pairs would name another part's documents."""
+    packed = BatchedDataDict(
+        {
+            "input_ids": torch.ones(2, 3),
+            "sample_mask": torch.ones(2),
+            "alignment_pair_document": torch.tensor([[0], [1]]),
+        }
+    )
+    for split in (
+        lambda: packed.slice(1, 2),
+        lambda: packed.select([1]),
+        lambda: packed.shard(2),
+        lambda: list(packed.micro_batches(1)),
+        lambda: BatchedDataDict.concat([packed, packed]),
+    ):
+        with pytest.raises(ValueError, match=r"packed batch.*expected.*probably.*Fix:"):
+            split()
+    assert packed.to("cpu").size == 2
+
+
 def test_to_moves_tensors_and_shares_the_rest() -> None:
     batch = columns()
     moved = batch.to("meta")

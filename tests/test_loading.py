@@ -65,6 +65,19 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize("size", [7, 5_000, 400_000])
+def test_a_gguf_file_that_was_cut_off_is_named(size, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPANWISE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "cut.gguf"
+    with smollm2_gguf().open("rb") as whole:
+        path.write_bytes(whole.read(size))
+    with pytest.raises(
+        ValueError, match=r"could not be read as GGUF.*expected a whole GGUF file.*probably.*Fix: fetch"
+    ):
+        load_tokenizer(path)
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
 def test_a_missing_gguf_is_named(tmp_path):
     with pytest.raises(ValueError, match="there is no file"):
         load_model(tmp_path / "model.gguf")

@@ -65,6 +65,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def slice(self, start: int, end: int) -> BatchedDataDict:
         """Rows ``start`` to ``end`` (exclusive), as views where torch allows."""
+        _refuse_packed(self.data)
         rows = range(*slice(start, end).indices(self.size))
         return self._map_columns(
             lambda column: _take(column, list(rows)) if _is_jagged(column) else column[rows.start : rows.stop]
@@ -72,6 +73,7 @@ class BatchedDataDict(UserDict[str, Any]):
 
     def select(self, rows: Sequence[int] | Tensor) -> BatchedDataDict:
         """The rows named, in the order named."""
+        _refuse_packed(self.data)
         wanted = rows.tolist() if isinstance(rows, Tensor) else list(rows)
         outside = [row for row in wanted if not -self.size <= row < self.size]
         if outside:
@@ -96,6 +98,7 @@ class BatchedDataDict(UserDict[str, Any]):
             return cls()
         keys = set(batches[0])
         for place, batch in enumerate(batches):
+            _refuse_packed(batch)
             if set(batch) != keys:
                 raise ValueError(
                     f"batch {place} has keys {sorted(set(batch) ^ keys)} that others have not; expected equal keys. "
@@ -135,6 +138,17 @@ def is_column(value: object) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         return value.ndim > 0
     return isinstance(value, list)
+
+
+def _refuse_packed(batch: Mapping[str, Any]) -> None:
+    """Rows of a packed batch do not stand alone: their pairs name documents by number, counted over the whole batch."""
+    named = [key for key in batch if key.endswith("pair_document")]
+    if named:
+        raise ValueError(
+            f"rows of a packed batch were to be taken apart or joined ('{named[0]}' numbers its documents); expected a "
+            "batch of rows that stand alone. It was probably packed before it was split. "
+            "Fix: split the rows first, and collate each part with packing=True."
+        )
 
 
 def _is_jagged(value: object) -> bool:

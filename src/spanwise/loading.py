@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,14 +144,18 @@ def _tokenizer_from_json(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _nothing_to_load(kind: str, source: str | os.PathLike[str], error: Exception) -> str:
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0][:LONGEST_REASON]
     forms = {"tokenizer": ", a tokenizer.json or a .gguf file", "causal language model": " or a .gguf file"}
     return (
-        f"no {kind} could be loaded from '{source}' ({type(error).__name__}: {first_line}); expected a hub name, a "
+        f"no {kind} could be loaded from '{source}' ({_first_line(error)}); expected a hub name, a "
         f"folder made by save_pretrained{forms.get(kind, '')}. The "
         "path is probably misspelt, or the hub cannot be reached from here. Fix: check that the path exists, or "
         "download the files and give their folder."
     )
+
+
+def _first_line(error: Exception) -> str:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0][:LONGEST_REASON]
+    return f"{type(error).__name__}: {said}"
 
 
 def file_digest(path: Path) -> str:
@@ -178,7 +183,14 @@ def _converted_gguf(path: Path, *, with_model: bool) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent))
     try:
-        _convert_gguf(path, staging, with_model=with_model)
+        try:
+            _convert_gguf(path, staging, with_model=with_model)
+        except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
+            raise ValueError(
+                f"'{path}' could not be read as GGUF ({_first_line(error)}); expected a whole GGUF file of an "
+                "architecture that transformers knows. It was probably cut off while it was fetched, or is of another "
+                "kind. Fix: fetch it again, or give a folder made by save_pretrained."
+            ) from error
         try:
             staging.rename(target)
         except OSError:

@@ -75,8 +75,9 @@ def spans(tokenizer: Any, text: str, ids: list[int], leading: int = 0) -> list[S
         else:
             assert fresh, (text, content, seen[at : at + 20])
             assert content.startswith(b" "), (text, content, seen[at : at + 20])
-            assert seen.replace(b"\xe2\x96\x81", b" ").startswith(content[1:]) or seen.startswith(content[1:], at)
-            at += len(content) - 1
+            folded = seen[at:].replace(b"\xe2\x96\x81", b" ")
+            assert folded.startswith(content[1:]) or seen.startswith(content[1:], at)
+            at += len(content) - 1 if seen.startswith(content[1:], at) else _stretched(seen[at:], len(content) - 1)
         found.append((start, at))
         fresh = token_id in _added(tokenizer) and _added(tokenizer)[token_id].special
     return found

@@ -132,15 +132,19 @@ def cross_entropy(z: Tensor, ids: Tensor, mask: Tensor, sample_mask: Tensor) -> 
     return -(aimed * weight).sum(), weight.sum()
 
 
-def chunk_weight(alignment, sample_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def chunk_weight(
+    alignment, sample_mask: Tensor, dtype: torch.dtype, only_correct: bool = False
+) -> tuple[Tensor, Tensor]:
     """Valid chunks and what each counts."""
-    valid = valid_chunks(alignment, sample_mask)
+    valid = valid_chunks(alignment, sample_mask, only_correct)
     return valid, valid.to(dtype) * sample_mask.to(dtype)[:, None]
 
 
-def uld(z: Tensor, y: Tensor, alignment, *, sample_mask: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def uld(
+    z: Tensor, y: Tensor, alignment, *, sample_mask: Tensor, temperature: float = 1.0, only_correct: bool = False
+) -> tuple[Tensor, Tensor]:
     """(total, count): both sorted, the narrower one filled up with zeros."""
-    valid, weight = chunk_weight(alignment, sample_mask, z.dtype)
+    valid, weight = chunk_weight(alignment, sample_mask, z.dtype, only_correct)
     sides = []
     for logits, ids in ((z, alignment.student_chunk_id), (y, alignment.teacher_chunk_id)):
         mean, _ = chunk_means(torch.softmax(logits / temperature, -1), shifted(ids), valid.shape[1])
@@ -153,10 +157,10 @@ def uld(z: Tensor, y: Tensor, alignment, *, sample_mask: Tensor, temperature: fl
 def alm(
     z: Tensor, y: Tensor, alignment, ids: Tensor, teacher_ids: Tensor, *, sample_mask: Tensor,
     temperature: float = 1.0, difference: str = "forward", word_start: Tensor | None = None,
-    teacher_start: Tensor | None = None,
+    teacher_start: Tensor | None = None, only_correct: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(total, count): likelihoods of chunks as Bernoulli variables."""
-    valid, weight = chunk_weight(alignment, sample_mask, z.dtype)
+    valid, weight = chunk_weight(alignment, sample_mask, z.dtype, only_correct)
     likelihoods = []
     for logits, tokens, chunk_id, start in (
         (z, ids, alignment.student_chunk_id, word_start),
@@ -187,6 +191,37 @@ def next_word_mass(logits: Tensor, chunk_id: Tensor, chunks: int, word_start: Te
             if len(places):
                 out[b, c] = mass[b, places[-1]]
     return out
+
+
+def bucketed_kl(
+    z: Tensor, top_ids: Tensor, top_logp: Tensor, log_tail: Tensor, mask: Tensor, sample_mask: Tensor, *,
+    temperature: float = 1.0, divergence: str = "forward", beta: float = 0.5,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(total, count) of same_vocab_kl where the teacher lists a few tokens: all others are one outcome on both sides.
+
+    An outcome of probability 0 on a side counts as 1e-10 of the teacher's or as log-probability -1e4 of the student's.
+    """
+    total, count = torch.zeros((), dtype=z.dtype), torch.zeros((), dtype=z.dtype)
+    for b in range(len(z)):
+        for position in range(z.shape[1] - 1):
+            weight = float(mask[b, position + 1] != 0) * float(sample_mask[b])
+            ids = [int(i) for i in top_ids[b, position] if i >= 0]
+            listed = [place for place, i in enumerate(top_ids[b, position]) if i >= 0]
+            others = [i for i in range(z.shape[-1]) if i not in ids]
+            s = torch.log_softmax(z[b, position] / temperature, -1)
+            rest = torch.logsumexp(s[others], -1) if others else torch.tensor(-1e4, dtype=z.dtype)
+            s = torch.cat([s[ids], rest[None]])
+            q = torch.cat([top_logp[b, position][listed].exp(), log_tail[b, position].exp()[None]]).to(z.dtype)
+            if divergence == "forward":
+                each = (torch.xlogy(q, q) - q * s).sum()
+            elif divergence == "reverse":
+                each = (s.exp() * (s - q.clamp(min=1e-10).log())).sum()
+            else:
+                m = beta * q + (1 - beta) * s.exp()
+                m = m.clamp(min=1e-30)
+                each = beta * (torch.xlogy(q, q) - q * m.log()).sum() + (1 - beta) * (s.exp() * (s - m.log())).sum()
+            total, count = total + weight * each, count + weight
+    return total * temperature**2, count
 
 
 def same_vocab_kl(

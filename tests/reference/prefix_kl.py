@@ -22,10 +22,15 @@ def distribution(
     teacher_logp: Tensor,
     position: int,
     special_pairs: dict[int, int],
-    bos: int = 1,
+    listed: list[set[int]] | None = None,
+    missing: str = "tail_bucket",
 ) -> tuple[dict[int, float], float, float] | None:
     """(mass per student token, tail, kept mass) for the token at ``position``, from dense teacher log-probabilities
-    [T, Vt]."""
+    [T, Vt].
+
+    ``listed`` names the tokens whose probabilities are known at each teacher position, None for all. What is not known
+    goes to the tail at common boundaries, or nowhere (``missing="renormalise"``); inside a teacher token nowhere.
+    """
 
     def spans(vocabulary: list[bytes], ids: list[int]) -> list[tuple[int, int]]:
         out, at = [], 0
@@ -48,15 +53,18 @@ def distribution(
             return None
         j = found[0]
         passed = teacher[teacher_ids[j]][: begin - covering[j][0]]
+
+    def known(row: int) -> list[int]:
+        return [i for i in range(len(teacher)) if listed is None or i in listed[row]]
+
     p = teacher_logp[j - 1].double().exp().tolist()
     extends = [
-        i
-        for i in range(len(teacher))
-        if not passed or (teacher[i].startswith(passed) and len(teacher[i]) > len(passed))
+        i for i in known(j - 1) if not passed or (teacher[i].startswith(passed) and len(teacher[i]) > len(passed))
     ]
-    kept = sum(p[i] for i in extends)
+    unknown = 1 - sum(p[i] for i in known(j - 1)) if listed and not passed and missing == "tail_bucket" else 0.0
+    kept = sum(p[i] for i in extends) + unknown
     mass: dict[int, float] = {}
-    tail = 0.0
+    tail = unknown / kept if kept else 0.0
     chain_needed = bool(student[target]) and covering[j][1] < end
     for i in extends:
         share = p[i] / kept if kept else 0.0
@@ -67,9 +75,7 @@ def distribution(
                 k += 1
             remains = student[target][covering[k][0] - begin :]
             chain *= sum(
-                math.exp(float(teacher_logp[k - 1, v].double()))
-                for v in range(len(teacher))
-                if teacher[v].startswith(remains)
+                math.exp(float(teacher_logp[k - 1, v].double())) for v in known(k - 1) if teacher[v].startswith(remains)
             )
             mass[target] = mass.get(target, 0.0) + chain
             tail += share - chain

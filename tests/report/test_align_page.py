@@ -57,12 +57,35 @@ def test_a_file_in_the_terminal_and_on_a_page(
     assert "http" not in content.replace("http://www.w3.org", "")
 
 
-@pytest.mark.parametrize("arguments", [["--text", "a", "--file", "b"], ["--file", "/nowhere/at/all.txt"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--text", "a", "--file", "b"], ["--file", "/nowhere/at/all.txt"], ["--file", "/"], ["--file", "latin-1.txt"]],
+)
 def test_bad_arguments_leave_with_2(
-    arguments: list[str], folders: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    folders: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "latin-1.txt").write_bytes("naïve".encode("latin-1"))
     assert run([*folders, *arguments, "--json"]) == 2
-    assert set(json.loads(capsys.readouterr().out)) == {"error"}
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"error"}
+    assert all(word in found["error"] for word in ("expected", "probably", "Fix:"))
+
+
+def test_a_file_is_aligned_as_it_is_line_ends_included(
+    folders: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dos.txt").write_bytes(b"the\r\nstatement\r\n")
+    assert run([*folders, "--file", str(tmp_path / "dos.txt"), "--json"]) == 0
+    from_file = capsys.readouterr().out
+    assert run([*folders, "--text", "the\r\nstatement\r\n", "--json"]) == 0
+    assert from_file == capsys.readouterr().out
+    assert run([*folders, "--text", "the\nstatement\n", "--json"]) == 0
+    assert from_file != capsys.readouterr().out
 
 
 def test_what_is_not_claimed_is_red_and_among_the_worst(byte_bpe: Any, wordpiece: Any, tmp_path: Path) -> None:

@@ -51,6 +51,19 @@ def test_pieces_alone_give_the_same_bytes(fixture: str, request: pytest.FixtureR
     assert bare.offsets.equal(whole.offsets)
 
 
+def test_pieces_without_marks_are_taken_as_they_are() -> None:
+    """é is a letter of GPT-2's alphabet, too, where it stands for the byte E9."""
+
+    class Pieces:
+        def __len__(self) -> int:
+            return 2
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [["café", "日"][i] for i in ids]
+
+    assert token_table(Pieces()).join([0, 1]) == "café日".encode()
+
+
 def test_ids_beyond_the_table_stand_for_nothing(byte_bpe: Any) -> None:
     table = token_table(byte_bpe)
     assert [table.bytes_of(i) for i in (-1, table.size, table.size + 100)] == [b"", b"", b""]

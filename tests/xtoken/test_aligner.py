@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spanwise.xtoken import AlignmentBatch, TokenAligner
+from tests import tiny_tokenizers
 from tests.conftest import real_tokenizer
 from tests.xtoken.aligned import aligner, check_form, ids_of
 from tests.xtoken.test_align_hard_cases import RING
@@ -272,6 +273,38 @@ def test_left_cut_text_is_aligned_from_its_end() -> None:
     found = align(student, real_tokenizer("qwen3"), mine, theirs)
     assert found.student_chunk_id.tolist() == [[0, 1]]
     assert found.teacher_chunk_id[0].tolist() == [-1] * (len(theirs) - 2) + [0, 1]
+
+
+def test_repetitive_text_that_lost_its_beginning_is_aligned_from_its_end() -> None:
+    """Its end is as well its beginning; the tokenizer that cut it says which."""
+    import copy
+
+    student = copy.deepcopy(real_tokenizer("llama3_2"))
+    student.truncation_side = "left"
+    for text in (" ab" * 10, "é é " * 6, "a\u0301 " * 8):
+        mine, theirs = ids_of("llama3_2", text)[-5:], ids_of("qwen3", text)
+        found = align(student, real_tokenizer("qwen3"), mine, theirs)
+        assert found.student_chunk_id[0, -1] == found.teacher_chunk_id[0, -1] == found.num_chunks[0] - 1
+        assert (found.teacher_chunk_id[0, : len(theirs) // 2] == -1).all()
+
+
+def test_an_aligner_that_was_sent_to_a_worker_goes_on_here() -> None:
+    """Sending moves the tables into shared memory, where both processes read them: nothing may look where they lay."""
+    from multiprocessing.reduction import ForkingPickler
+
+    student, teacher = tiny_tokenizers.byte_level_bpe(), tiny_tokenizers.sentencepiece_bpe()
+    made = TokenAligner(student, teacher, byte_offsets=True)
+    text = "The statement is executed: naïve 日本"
+    ids = [torch.tensor([side(text, add_special_tokens=False)["input_ids"]]) for side in (student, teacher)]
+    before = made.align(*ids)
+    sent = ForkingPickler.dumps(made)
+    filled = [torch.full((size,), 255, dtype=torch.uint8) for size in range(100, 20_000, 100)]
+    after, there = made.align(*ids), pickle.loads(sent).align(*ids)
+    assert filled
+    assert made.student_table.flat.is_shared()
+    for found in (after, there):
+        assert found.student_chunk_id.equal(before.student_chunk_id)
+        assert found.teacher_byte_end.equal(before.teacher_byte_end)
 
 
 def test_an_aligner_survives_pickling() -> None:

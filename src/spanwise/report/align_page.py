@@ -62,21 +62,30 @@ def align_and_report(
             "both --text and --file were given; expected one of them. One of the two was probably left from another "
             "call. Fix: drop one."
         )
-    whole = SAMPLE if text is None else text
-    if file is not None:
-        try:
-            whole = Path(file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"'{file}' holds bytes that are no UTF-8 (byte {error.start}); expected a text file. It was probably "
-                f"written in another encoding. Fix: iconv -t utf-8 '{file}'."
-            ) from error
+    whole = (SAMPLE if text is None else text) if file is None else _read(file)
     found = align_text(load_tokenizer(student), load_tokenizer(teacher), whole)
     if html is not None:
         write_align_page(html, found, student=student, teacher=teacher)
     if in_colour:
         _print(found)
     return found
+
+
+def _read(file: str) -> str:
+    """A file's text as it is, line ends included."""
+    try:
+        return Path(file).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"'{file}' holds bytes that are no UTF-8 (byte {error.start}); expected a text file. It was probably "
+            f"written in another encoding. Fix: iconv -f ISO-8859-1 -t UTF-8 '{file}' > NEW, with the name of its "
+            "encoding."
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"'{file}' cannot be read ({error.strerror}); expected a text file. The path is probably misspelt, or that "
+            "of a folder. Fix: check it with ls, or give the text itself with --text."
+        ) from error
 
 
 def _print(found: ShownAlignment) -> None:

@@ -15,7 +15,9 @@ Shapes: N bytes of a stream, E edited places, n positions.
 
 from __future__ import annotations
 
+import re
 import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -30,6 +32,10 @@ CodePoints = npt.NDArray[np.uint32]
 _NONE: Positions = np.zeros(0, dtype=np.int64)
 # The last code point with a decomposition or a combining class lies below; planes 3 to 16 have none.
 _END_OF_DECOMPOSITIONS = 0x30000
+# What a tokenizer's lstrip and rstrip take: Unicode's white space.
+_BLANKS = frozenset(
+    "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+)
 # Longer heaps of marks are cut no further than here: trying every cut is quadratic.
 _LONGEST_UNIT = 32
 
@@ -107,6 +113,50 @@ def without_spaces_at(stream: bytes, starts: Positions, lengths: Positions) -> F
     return Fold(byte[inside].tobytes(), starts, starts + lengths, new, new)
 
 
+Words = Mapping[bytes, tuple[bool, bool]]
+
+
+def swallowed_blanks(stream: bytes, words: Words) -> Positions:
+    """Where words stand that take the blanks on their left, or on their right, with them.
+
+    Returns:
+        int64 [4, E]: first blank or word, end of the last, the word's start and end; words without blanks left out.
+    """
+    if not words:
+        return np.zeros((4, 0), dtype=np.int64)
+    text = stream.decode("utf-8", "surrogateescape")
+    sides = {word.decode("utf-8", "surrogateescape"): taken for word, taken in words.items()}
+    places, reached = [], 0
+    for found in re.finditer("|".join(map(re.escape, sorted(sides, key=len, reverse=True))), text):
+        low, high = found.span()
+        left, right = sides[found[0]]
+        while left and low > reached and text[low - 1] in _BLANKS:
+            low -= 1
+        while right and high < len(text) and text[high] in _BLANKS:
+            high += 1
+        reached = high
+        if (low, high) != found.span():
+            places.append((low, high, *found.span()))
+    return byte_offsets(text)[np.array(places, dtype=np.int64).reshape(-1, 4)].T
+
+
+def without_blanks_beside(stream: bytes, words: Words) -> Fold:
+    """Words swallow the blanks beside them: each becomes one place, from its first blank to its last, that spells it.
+
+    >>> without_blanks_beside(b"a <end>\n b", {b"<end>": (False, True)}).content
+    b'a <end>b'
+    """
+    low, high, start, end = swallowed_blanks(stream, words)
+    if not len(low):
+        return unchanged(stream)
+    pieces, at = [], 0
+    for before, after, word, word_end in zip(low.tolist(), high.tolist(), start.tolist(), end.tolist(), strict=True):
+        pieces += [stream[at:before], stream[word:word_end]]
+        at = after
+    new_end = high - np.cumsum((high - low) - (end - start))
+    return Fold(b"".join([*pieces, stream[at:]]), low, high, new_end - (end - start), new_end)
+
+
 def composed(stream: bytes, form: Literal["NFC", "NFKC"]) -> Fold:
     """The stream under a Unicode normalisation form; bytes that are no UTF-8 stay as they are.
 
@@ -131,6 +181,20 @@ def composed(stream: bytes, form: Literal["NFC", "NFKC"]) -> Fold:
     places = np.stack([starts[changed], starts[changed + 1], new_starts[changed], new_starts[changed + 1]])
     start, end, new_start, new_end = _finer(places, text, form)
     return Fold(folded.encode("utf-8", "surrogateescape"), at[start], at[end], new_at[new_start], new_at[new_end])
+
+
+def unfinished(content: bytes) -> int:
+    """How many bytes at the end of a stream are the beginning of a character that does not end there.
+
+    >>> unfinished("aé".encode()[:-1]), unfinished("aé".encode())
+    (1, 0)
+    """
+    for back in range(1, min(4, len(content)) + 1):
+        byte = content[-back]
+        if byte & 0xC0 != 0x80:
+            needed = 1 + (byte >= 0xC0) + (byte >= 0xE0) + (byte >= 0xF0)
+            return back if back < needed else 0
+    return 0
 
 
 def last_unit(content: bytes) -> int:

@@ -14,7 +14,8 @@ from functools import cache
 import numpy as np
 import torch
 
-from spanwise.spans.fold import Flags, Positions, byte_offsets
+from spanwise.spans.fold import Flags, Positions, byte_offsets, swallowed_blanks
+from spanwise.spans.placing import FAILED
 from spanwise.spans.profile import Profile
 from spanwise.spans.reconcile import UNKNOWN_MARKS, RowSide, reconcile
 from spanwise.spans.table import TokenTable
@@ -27,15 +28,23 @@ class LocatedTokens:
         text: what was tokenized, as it was given to the tokenizer.
         ids: int64 [n]; they may end before the text does.
         profile: the tokenizer's.
+
+    Attributes:
+        found: something of the text was found again in the tokens, or there are none.
+        whole: the tokens certainly go on to the end of the text: nothing was cut.
     """
 
     def __init__(self, text: str, ids: Positions, profile: Profile) -> None:
         whole = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
-        found = reconcile(RowSide(whole, _bytes_profile(), UNKNOWN_MARKS[0]), RowSide(ids, profile, UNKNOWN_MARKS[1]))
+        tokens = RowSide(ids, profile, UNKNOWN_MARKS[1])
+        found = reconcile(RowSide(whole, _bytes_profile(), UNKNOWN_MARKS[0]), tokens)
         self._character_at = byte_offsets(text)
         own_end = found.student.end[-1] if len(whole) else 0
         self._axis = np.append(found.student.start, own_end if own_end >= 0 else found.length)
         self._exact = np.concatenate([[True], found.student.end >= 0])
+        self._toward = np.zeros(len(self._axis), dtype=np.int8)
+        for first, last, word, word_end in swallowed_blanks(text.encode(), tokens.stripping()).T.tolist():
+            self._toward[first + 1 : word + 1], self._toward[word_end:last] = -1, 1
         self._start = found.teacher.start
         self._end = np.append(found.teacher.start[1:], found.length)
         known = found.teacher.end >= 0
@@ -44,6 +53,8 @@ class LocatedTokens:
         gaps = np.array(found.gaps, dtype=np.int64)
         touched = np.searchsorted(gaps, self._end, side="left") > np.searchsorted(gaps, self._start, side="left")
         self._sure = ~touched
+        self.found = found.quality != FAILED or not len(ids)
+        self.whole = self.found and (int(found.teacher.end[-1]) if len(ids) else 0) >= int(self._axis[-1])
 
     def inside(self, start: int, end: int) -> Flags:
         """bool [n]: the token's characters lie wholly in ``[start, end)`` of the text. Inserted tokens do not."""
@@ -58,8 +69,12 @@ class LocatedTokens:
         return bool(self._start[first] == low), bool(self._end[last - 1] == high)
 
     def _edge(self, character: int, step: int) -> int:
-        """A character on the axis; one inside a unit that normalisation changed moves out of it, by ``step``."""
+        """A character on the axis; one inside a unit that normalisation changed moves out of it, by ``step``.
+
+        Blanks that a control token swallowed are nobody's: a place among them moves to the token's other edge.
+        """
         place = int(self._character_at[character])
+        step = int(self._toward[place]) or step
         while 0 < place < len(self._axis) - 1 and not self._exact[place]:
             place += step
         return int(self._axis[place])
@@ -86,9 +101,7 @@ def inside_any(located: LocatedTokens, spans: Sequence[tuple[int, int]], size: i
 @cache
 def _bytes_profile() -> Profile:
     """A tokenizer whose ids are bytes."""
-    flat, offsets = torch.arange(256, dtype=torch.uint8), torch.arange(257)
     no, yes = torch.zeros(256, dtype=torch.bool), torch.ones(256, dtype=torch.bool)
-    table = TokenTable("plain", flat, offsets, no, yes, "bytes")
-    lengths = np.ones(256, dtype=np.int64)
-    roles = np.zeros(256, dtype=np.int8)
-    return Profile(table, "none", False, roles, flat.numpy(), offsets.numpy(), lengths, no.numpy(), yes.numpy())
+    table = TokenTable("plain", torch.arange(256, dtype=torch.uint8), torch.arange(257), no, yes, "bytes")
+    nothing = np.zeros(256, dtype=np.int8)
+    return Profile(table, "none", False, nothing, nothing, np.ones(256, dtype=np.int64))

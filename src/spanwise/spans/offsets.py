@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from spanwise.spans.encode import whole_texts
 from spanwise.spans.fold import Positions
 from spanwise.spans.placing import CANONICAL, FAILED, RESYNC, PlacedRow, Reconciled
 from spanwise.spans.profile import Profile
 from spanwise.spans.reconcile import UNKNOWN_MARKS, Reading, RowSide
-from spanwise.spans.table import stateless_backend
 
 
 def placed_by_offsets(
@@ -88,12 +88,10 @@ def _by_offsets(
 
 def _spans(text: str, ids: Positions, tokenizer: Any) -> list[tuple[int, int]] | None:
     """Character offsets of the ids, if the tokenizer makes these ids of the text (or their beginning)."""
-    backend = stateless_backend(tokenizer)
-    if backend is None:
-        return None
     wanted = ids.tolist()
-    for add_special_tokens in (True, False):
-        encoding = backend.encode(text, add_special_tokens=add_special_tokens)
-        if encoding.ids[: len(wanted)] == wanted:
-            return list(encoding.offsets[: len(wanted)])
+    with whole_texts(tokenizer) as backend:
+        for add_special_tokens in (True, False) if backend is not None else ():
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+            if encoding.ids[: len(wanted)] == wanted:
+                return list(encoding.offsets[: len(wanted)])
     return None

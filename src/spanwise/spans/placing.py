@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from spanwise.spans.fold import Flags, Positions
+from spanwise.spans.fold import Flags, Positions, unfinished
 from spanwise.spans.intersect import Placed
 from spanwise.spans.profile import Profile
 
@@ -25,6 +25,8 @@ Stream = npt.NDArray[np.uint8]
 # The quality of a row: equal bytes, equal after a canonical form, certain blocks only, nothing.
 EXACT, CANONICAL, RESYNC, FAILED = 0, 1, 2, 3
 _SPACE = 0x20
+# Longer than any control token is spelled, and than the blanks before it.
+_LONGEST_CONTROL = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,12 +134,18 @@ def place_batch(sides: tuple[Tokens, Tokens]) -> BatchPlaces:
     slow = []
     for row in range(rows):
         mine, theirs, least = student.row_stream(row), teacher.row_stream(row), int(agreed[row])
-        if student.doubtful[row] or teacher.doubtful[row] or not np.array_equal(mine[:least], theirs[:least]):
+        shorter = int(len(theirs) < len(mine))
+        # Cut at its end; unless its tokenizer cuts beginnings, or its control tokens are text that the other spells.
+        cut = least and not sides[shorter].profile.truncates_left and not (student, teacher)[shorter].trailing[row]
+        same = np.array_equal(mine[:least], theirs[:least]) and (cut or len(mine) == len(theirs))
+        literal = _may_be_text(sides[0], edges[0], row, theirs) or _may_be_text(sides[1], edges[1], row, mine)
+        if student.doubtful[row] or teacher.doubtful[row] or literal or not same:
             slow.append(row)
-        elif len(mine) != len(theirs) and (not least or (student, teacher)[len(theirs) < len(mine)].trailing[row]):
-            slow.append(row)  # cut text, unless the shorter side's control tokens are text that the other side spells
-    for side, other in ((student, teacher), (teacher, student)):
-        if (np.diff(side.row_bytes) > np.diff(other.row_bytes)).any():
+        else:
+            # The other side may have another character there, which only begins alike: NFC of U+2000 is U+2002.
+            agreed[row] -= unfinished(mine[:least][-4:].tobytes())
+    for side in (student, teacher):
+        if (np.diff(side.row_bytes) > agreed).any():
             side.placed.end[side.placed.end > agreed[side.placed.row]] = -1
     quality = np.where(student.spaced == teacher.spaced, EXACT, CANONICAL)
     changed = (np.zeros(len(sides[0].ids), dtype=bool), np.zeros(len(sides[1].ids), dtype=bool))
@@ -228,6 +236,18 @@ def _edges(side: Tokens) -> _Edges:
     full = profile.lengths[leading] > 0
     spaced[first >= 0] = full & (profile.flat[np.where(full, profile.offsets[leading], 0)] == _SPACE)
     return _Edges(inserted, first, spaced, trailing)
+
+
+def _may_be_text(side: Tokens, edges: _Edges, row: int, stream: Stream) -> bool:
+    """Whether the other side's bytes begin as a control token at the beginning of this side's row is spelled."""
+    leading = side.ids[side.bounds[row] : edges.first[row]] if edges.first[row] >= 0 else side.ids[:0]
+    beginning = stream[:_LONGEST_CONTROL].tobytes().lstrip(b" ")
+    for token in leading.tolist():
+        content = side.profile.table.bytes_of(token)
+        size = min(len(content), len(beginning))
+        if size and content[:size] == beginning[:size]:
+            return True
+    return False
 
 
 def _any_per_row(flags: Flags, bounds: Positions) -> Flags:

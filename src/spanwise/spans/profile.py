@@ -1,7 +1,8 @@
 """How a tokenizer writes a text besides its pieces: the space it puts first, and what its control tokens mean.
 
 Found by encoding two probe texts and by asking for the named special tokens; a tokenizer that cannot encode is taken
-for the usual of its kind. Arrays are views of the table's, so a profile costs a few bytes per id.
+for the usual of its kind. The table's columns are looked at anew whenever they are needed: sending a table to a worker
+process moves its memory, and an array kept from before would show what lies there afterwards. Ten bytes per id.
 
 Shapes: V ids.
 """
@@ -14,9 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from spanwise.spans.table import TokenTable, encode_plain
+from spanwise.spans.encode import encode_plain
+from spanwise.spans.table import TokenTable
 
 BOS, EOS, TURN_END = 1, 2, 4
+LEFT, RIGHT = 1, 2
 # How chat models close a turn; a tokenizer's end of sequence is often one of these, and then it is both.
 TURN_END_CONTENTS = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|end|>", "<turn|>", "<|eom_id|>"}
@@ -33,33 +36,47 @@ class Profile:
         dummy: whether a text gets a space in front: never, unless it starts with one, or always.
         truncates_left: a text that is too long loses its beginning.
         roles: int8 [V], a sum of BOS, EOS and TURN_END.
-        flat, offsets, lengths, special, known: the table's columns as numpy views.
+        strips: int8 [V], a sum of LEFT and RIGHT: where the token swallows blanks beside it, which it does not spell.
+        lengths: int64 [V], bytes per id.
     """
 
     table: TokenTable
     dummy: Dummy
     truncates_left: bool
     roles: npt.NDArray[np.int8]
-    flat: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.int64]
+    strips: npt.NDArray[np.int8]
     lengths: npt.NDArray[np.int64]
-    special: npt.NDArray[np.bool_]
-    known: npt.NDArray[np.bool_]
+
+    @property
+    def flat(self) -> npt.NDArray[np.uint8]:
+        """uint8 [N]: the table's bytes, as they lie now."""
+        return self.table.flat.numpy()
+
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """int64 [V + 1]: where each id's bytes begin."""
+        return self.table.offsets.numpy()
+
+    @property
+    def special(self) -> npt.NDArray[np.bool_]:
+        """bool [V]: control tokens."""
+        return self.table.special.numpy()
+
+    @property
+    def known(self) -> npt.NDArray[np.bool_]:
+        """bool [V]: ids whose bytes are what they stand for."""
+        return self.table.known.numpy()
 
 
 def profile_of(tokenizer: Any, table: TokenTable) -> Profile:
     """The profile of a tokenizer whose table is known."""
-    offsets = table.offsets.numpy()
     return Profile(
         table=table,
         dummy=_dummy(tokenizer, table),
         truncates_left=getattr(tokenizer, "truncation_side", "right") == "left",
         roles=_roles(tokenizer, table),
-        flat=table.flat.numpy(),
-        offsets=offsets,
-        lengths=np.diff(offsets),
-        special=table.special.numpy(),
-        known=table.known.numpy(),
+        strips=_strips(tokenizer, table),
+        lengths=np.diff(table.offsets.numpy()),
     )
 
 
@@ -82,3 +99,12 @@ def _roles(tokenizer: Any, table: TokenTable) -> npt.NDArray[np.int8]:
         if table.bytes_of(token_id).decode("utf-8", "replace") in TURN_END_CONTENTS:
             roles[token_id] |= TURN_END
     return roles
+
+
+def _strips(tokenizer: Any, table: TokenTable) -> npt.NDArray[np.int8]:
+    strips = np.zeros(table.size, dtype=np.int8)
+    for token_id, token in (getattr(tokenizer, "added_tokens_decoder", None) or {}).items():
+        if 0 <= int(token_id) < table.size:
+            left, right = (bool(getattr(token, side, False)) for side in ("lstrip", "rstrip"))
+            strips[int(token_id)] = LEFT * left + RIGHT * right
+    return strips

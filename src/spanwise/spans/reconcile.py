@@ -17,22 +17,33 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spanwise.spans.fold import Flags, Fold, Positions, composed, last_unit, marks_to_spaces, without_spaces_at
+from spanwise.spans.fold import (
+    Flags,
+    Fold,
+    Positions,
+    composed,
+    last_unit,
+    marks_to_spaces,
+    unfinished,
+    without_blanks_beside,
+    without_spaces_at,
+)
 from spanwise.spans.placing import CANONICAL, EXACT, FAILED, RESYNC, PlacedRow, Reconciled, gather
-from spanwise.spans.profile import Profile
+from spanwise.spans.profile import LEFT, RIGHT, Profile
 from spanwise.spans.resync import common_prefix, matched_blocks
 
 # Bytes that UTF-8 never has, different on the two sides: an unknown token agrees with nothing.
 UNKNOWN_MARKS = (b"\xff\xfe\xfd\xfc", b"\xfe\xff\xfc\xfd")
 # How many control tokens at an edge may be text; more are taken for inserted ones.
 _MOST_LITERALS = 3
-_FORMS: tuple[tuple[Callable[[bytes], Fold], ...], ...] = (
-    (),
-    (marks_to_spaces,),
-    (marks_to_spaces, lambda stream: composed(stream, "NFC")),
-    (marks_to_spaces, lambda stream: composed(stream, "NFC"), lambda stream: composed(stream, "NFKC")),
+Step = Callable[[bytes, Positions], Fold]
+_LADDER: tuple[Step, ...] = (
+    lambda stream, _: marks_to_spaces(stream),
+    lambda stream, _: composed(stream, "NFC"),
+    lambda stream, _: composed(stream, "NFKC"),
 )
 _RESYNC_FORM = 2
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class RowSide:
     unknown_mark: bytes
     other_dummy: str = "none"
     other_specials: tuple[bytes, ...] = ()
+    other_strips: dict[bytes, tuple[bool, bool]] = field(default_factory=dict)
     keep_first_space: bool = False
     _folds: dict[tuple[Reading, int, bool], Folded] = field(default_factory=dict)
 
@@ -66,9 +78,15 @@ class RowSide:
         self.trail = size - 1 - int(ordinary[-1]) if len(ordinary) else 0
 
     def readings(self) -> Iterator[Reading]:
-        """Everything at the edges inserted; then ever more of it text."""
-        leads = range(self.lead, max(self.lead - _MOST_LITERALS, 0) - 1, -1)
-        trails = range(self.trail, max(self.trail - _MOST_LITERALS, 0) - 1, -1)
+        """Everything at the edges inserted; then ever more of it text; then all."""
+        leads, trails = (
+            [
+                *range(edge, max(edge - _MOST_LITERALS, 0), -1),
+                max(edge - _MOST_LITERALS, 0),
+                *([0] * (edge > _MOST_LITERALS)),
+            ]
+            for edge in (self.lead, self.trail)
+        )
         yield from (Reading(lead, trail) for lead in leads for trail in trails)
 
     def forget(self) -> None:
@@ -84,6 +102,20 @@ class RowSide:
         """The distinct spellings of the row's control tokens."""
         return tuple({self.profile.table.bytes_of(i) for i in np.unique(self.ids[self.special]).tolist()} - {b""})
 
+    def begins(self, content: bytes, reading: Reading, form: int) -> bool:
+        """Whether ``content`` may just as well be how a text begins of which more control tokens are part."""
+        fewer = {other.lead for other in self.readings() if other.lead < reading.lead} if content else ()
+        longer = [self.folded(Reading(lead, reading.trail), form).content for lead in fewer]
+        return any(other != content and other.startswith(content) for other in longer)
+
+    def stripping(self) -> dict[bytes, tuple[bool, bool]]:
+        """The spellings of the row's tokens that swallow blanks beside them, and on which sides."""
+        strips = self.profile.strips[self.ids]
+        return {
+            self.profile.table.bytes_of(token): (bool(sides & LEFT), bool(sides & RIGHT))
+            for token, sides in zip(self.ids[strips > 0].tolist(), strips[strips > 0].tolist(), strict=True)
+        }
+
     def folded(self, reading: Reading, form: int, spelled: bool = True) -> Folded:
         """The row's canonical bytes under one reading; unknown tokens as their spelling or as the unknown mark."""
         key = (reading, form, spelled)
@@ -98,17 +130,20 @@ class RowSide:
         if reading.hollow:
             inserted |= self.special
         stream, bounds = self._stream(inserted, spelled)
-        folds = [self._without_optional_spaces(stream, bounds, inserted)]
-        for step in _FORMS[form]:
-            folds.append(step(folds[-1].content))
         exact = np.ones(len(bounds), dtype=bool)
         same = np.ones(len(bounds) - 1, dtype=bool)
-        for fold in folds:
+        changed = False
+        # A literal ▁ at the start spares a text its dummy prefix as a space does, so it becomes one first.
+        marks = _LADDER[: min(form, 1)]
+        steps: list[Step] = [self._without_blanks, *marks, self._without_optional_spaces, *_LADDER[1:form]]
+        for step in steps:
+            fold = step(stream, bounds)
             same &= ~fold.touches(bounds)
+            stream = fold.content
             bounds, kept = fold.move(bounds)
             exact &= kept
-        changed = any(len(fold.start) for fold in folds)
-        return Folded(folds[-1].content, bounds, exact, inserted, same, changed)
+            changed |= len(fold.start) > 0
+        return Folded(stream, bounds, exact, inserted, same, changed)
 
     def _stream(self, inserted: Flags, spelled: bool) -> tuple[bytes, Positions]:
         lengths = self.profile.lengths[self.ids]
@@ -125,7 +160,11 @@ class RowSide:
             stream = gather(self.profile.flat, self.profile.offsets[self.ids], lengths).tobytes()
         return stream, np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
 
-    def _without_optional_spaces(self, stream: bytes, bounds: Positions, inserted: Flags) -> Fold:
+    def _without_blanks(self, stream: bytes, bounds: Positions) -> Fold:
+        """Take out blanks that a control token of the other side swallowed."""
+        return without_blanks_beside(stream, self.other_strips)
+
+    def _without_optional_spaces(self, stream: bytes, bounds: Positions) -> Fold:
         """Take out spaces that a dummy prefix on one side may have put in: at the start and after control tokens."""
         own = self.profile.dummy
         if own == "none" and self.other_dummy == "none":
@@ -135,10 +174,11 @@ class RowSide:
         if self.keep_first_space:
             mine, theirs = mine - {0}, set()
         for content in self.other_specials if self.other_dummy != "none" else ():
-            at = stream.find(content)
-            while at >= 0:
-                theirs.add(at + len(content))
-                at = stream.find(content, at + 1)
+            for spelling in {content, content.replace("▁".encode(), b" ")}:
+                at = stream.find(spelling)
+                while at >= 0:
+                    theirs.add(at + len(spelling))
+                    at = stream.find(spelling, at + 1)
         starts, lengths = [], []
         for place in sorted(mine | theirs):
             size = int(own == "always" and place in mine and stream[place : place + 1] == b" ")
@@ -174,6 +214,7 @@ def reconcile(student: RowSide, teacher: RowSide) -> Reconciled:
     """Place both sides of a row on one axis."""
     student.other_dummy, teacher.other_dummy = teacher.profile.dummy, student.profile.dummy
     student.other_specials, teacher.other_specials = teacher.contents(), student.contents()
+    student.other_strips, teacher.other_strips = teacher.stripping(), student.stripping()
     if "always" not in (student.profile.dummy, teacher.profile.dummy) and student.spaced() and teacher.spaced():
         # Where both sides begin with a space, the text may do so too; first see whether it is no difference.
         student.keep_first_space = teacher.keep_first_space = True
@@ -190,16 +231,17 @@ def _equal(student: RowSide, teacher: RowSide) -> Reconciled | None:
     """The first rung and reading on which both sides have the same bytes."""
     if student.unknown.any() and teacher.unknown.any():
         return None  # two unknown tokens that look alike need not be: nothing is proven
-    for form in range(len(_FORMS)):
-        theirs = {}
+    for form in range(len(_LADDER) + 1):
+        theirs: dict[bytes, Reading] = {}
         for reading in teacher.readings():
-            folded = teacher.folded(reading, form)
-            theirs.setdefault(folded.content, folded)
+            theirs.setdefault(teacher.folded(reading, form).content, reading)
         for reading in student.readings():
             mine = student.folded(reading, form)
-            other = theirs.get(mine.content)
-            if other is not None:
-                return _whole(mine, other, form)
+            if mine.content in theirs:
+                their_reading = theirs[mine.content]
+                if student.begins(mine.content, reading, form) or teacher.begins(mine.content, their_reading, form):
+                    return None
+                return _whole(mine, teacher.folded(their_reading, form), form)
     return None
 
 
@@ -207,7 +249,7 @@ def _hollow(student: RowSide, teacher: RowSide) -> Reconciled | None:
     """Equal once no control token is text: two chat templates around the same words."""
     if not (student.special.any() and teacher.special.any()) or student.unknown.any() or teacher.unknown.any():
         return None
-    for form in range(len(_FORMS)):
+    for form in range(len(_LADDER) + 1):
         mine = student.folded(Reading(student.lead, student.trail, hollow=True), form)
         other = teacher.folded(Reading(teacher.lead, teacher.trail, hollow=True), form)
         if mine.content and mine.content == other.content:
@@ -217,30 +259,40 @@ def _hollow(student: RowSide, teacher: RowSide) -> Reconciled | None:
 
 def _whole(mine: Folded, other: Folded, form: int) -> Reconciled:
     size = len(mine.content)
+    agreed = (0, size - unfinished(mine.content))
     quality = EXACT if form == 0 and mine.changed == other.changed else CANONICAL
-    return Reconciled(mine.placed((0, size)), other.placed((0, size)), size, [], quality)
+    return Reconciled(mine.placed(agreed), other.placed(agreed), size, [], quality)
 
 
 def _cut(student: RowSide, teacher: RowSide) -> Reconciled | None:
     """One side's bytes are where the other's begin, or end: a text cut at different bytes."""
-    for form in range(len(_FORMS)):
-        best: tuple[int, Folded, Folded] | None = None
-        for reading in student.readings():
-            mine = student.folded(reading, form, spelled=False)
-            for their_reading in teacher.readings():
-                other = teacher.folded(their_reading, form, spelled=False)
-                agreed = _agreed_beginning(mine.content, other.content)
-                if agreed > (best[0] if best else 0):
-                    best = (agreed, mine, other)
-        if best is not None:
-            agreed, mine, other = best
-            length = max(len(mine.content), len(other.content))
-            quality = EXACT if form == 0 and mine.changed == other.changed else CANONICAL
-            return Reconciled(mine.placed((0, agreed)), other.placed((0, agreed)), length, [], quality)
-        found = _common_end(student, teacher, form)
+    for form in range(len(_LADDER) + 1):
+        # In repetitive text the end of a row is often its beginning, too: what the tokenizer cuts off decides.
+        found = _common_end(student, teacher, form) or _common_beginning(student, teacher, form)
         if found is not None:
             return found
     return None
+
+
+def _common_beginning(student: RowSide, teacher: RowSide, form: int) -> Reconciled | None:
+    """The shorter side is the beginning of the longer one, under the readings with which most is."""
+    agreed, found = 0, dict[tuple[int, int], tuple[Folded, Folded]]()
+    for reading in student.readings():
+        mine = student.folded(reading, form, spelled=False)
+        for their_reading in teacher.readings():
+            other = teacher.folded(their_reading, form, spelled=False)
+            common = _agreed_beginning(mine.content, other.content)
+            if common > agreed:
+                agreed, found = common, {}
+            if common and common == agreed:
+                place = int(mine.bounds[student.lead]), int(other.bounds[teacher.lead])
+                found.setdefault(place, (mine, other))
+    if len(found) != 1:  # where two readings explain as much, the first words may stand in either place
+        return None
+    ((mine, other),) = found.values()
+    length = max(len(mine.content), len(other.content))
+    quality = EXACT if form == 0 and mine.changed == other.changed else CANONICAL
+    return Reconciled(mine.placed((0, agreed)), other.placed((0, agreed)), length, [], quality)
 
 
 def _agreed_beginning(mine: bytes, other: bytes) -> int:
@@ -248,7 +300,7 @@ def _agreed_beginning(mine: bytes, other: bytes) -> int:
     shorter = min(mine, other, key=len)
     common = common_prefix(mine, other)
     if common == len(shorter):
-        return common
+        return common - unfinished(shorter)
     unit = last_unit(shorter)
     return unit if common >= unit else 0
 
@@ -265,7 +317,10 @@ def _common_end(student: RowSide, teacher: RowSide, form: int) -> Reconciled | N
     if mine.content[size - least :] != other.content[other_size - least :]:
         return None
     length = max(size, other_size)
-    agreed = (length - least, length)
+    # A character of which only the end is there proves as little as one of which only the beginning is.
+    shorter = mine.content[size - least :]
+    begun = len(shorter) - len(shorter.lstrip(_CONTINUATIONS))
+    agreed = (length - least + begun, length)
     quality = EXACT if form == 0 and mine.changed == other.changed else CANONICAL
     return Reconciled(
         mine.placed(agreed, length - size), other.placed(agreed, length - other_size), length, [], quality

@@ -26,11 +26,13 @@ import torch
 from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 
+from spanwise.spans.encode import PROBE, encode_plain, inserted_ids
+
 Kind = Literal["byte_level", "sentencepiece", "wordpiece", "plain"]
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>\Z")
-# What a tokenizer is asked to encode so that its kind can be seen; any scripts will do.
-_PROBE = "Hi there, 12 é 日本"
+# Letters of five rare scripts: a vocabulary that spells every one of them spells them in bytes.
+_RARE = "\U00013000 \U00012000 \U00010380 \U0001f0a1 \u12a5"
 _LARGEST_VOCABULARY = 1 << 22
 
 
@@ -44,7 +46,8 @@ class TokenTable:
         offsets: id ``i`` owns ``flat[offsets[i]:offsets[i + 1]]``; an id without a piece owns nothing.
         special: control tokens (BOS, EOS, turn markers, what a post-processor inserts). Their bytes are their content:
             what they stand for when a text spells them out.
-        known: the bytes are what the id stands for. False for the unknown token and for ids without a piece.
+        known: the bytes are what the id stands for. False for ids without a piece, and for the unknown token where it
+            stands for text that the tokenizer does not know.
         fingerprint: see :func:`tokenizer_fingerprint`.
     """
 
@@ -167,50 +170,6 @@ def special_ids(tokenizer: Any) -> set[int]:
     return ids | set(prefix) | set(suffix)
 
 
-def inserted_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What a plain call puts before and after a text; two empty lists for a tokenizer that cannot encode."""
-    with_them, without = _encode(tokenizer, "a", True), _encode(tokenizer, "a", False)
-    if not with_them or not without or len(with_them) < len(without):
-        return [], []
-    for start in range(len(with_them) - len(without) + 1):
-        if with_them[start : start + len(without)] == without:
-            return with_them[:start], with_them[start + len(without) :]
-    return [], []
-
-
-def encode_plain(tokenizer: Any, text: str) -> list[int] | None:
-    """The ids of a text without special tokens, or None where the object does not encode."""
-    return _encode(tokenizer, text, False)
-
-
-def stateless_backend(tokenizer: Any) -> Any:
-    """The tokenizer's Rust part without truncation and padding, or None; the caller's own state stays as it is."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if not hasattr(backend, "encode") or not hasattr(backend, "to_str"):
-        return None
-    if backend.truncation is None and backend.padding is None:
-        return backend
-    from tokenizers import Tokenizer
-
-    fresh = Tokenizer.from_str(backend.to_str())
-    fresh.no_truncation()
-    fresh.no_padding()
-    return fresh
-
-
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int] | None:
-    backend = stateless_backend(tokenizer)
-    if backend is not None:
-        return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-    encode = getattr(tokenizer, "encode", None)
-    if encode is None:
-        return None
-    try:
-        return list(encode(text, add_special_tokens=add_special_tokens))
-    except (TypeError, NotImplementedError, AttributeError, KeyError, ValueError):
-        return None  # a stand-in for a tokenizer that has the name and not the function
-
-
 def _declared_size(tokenizer: Any) -> int | None:
     """One more than the largest id that the tokenizer names itself, or None if it names none."""
     get_vocab: Callable[[], dict[str, int]] | None = getattr(tokenizer, "get_vocab", None)
@@ -286,7 +245,13 @@ def _build(tokenizer: Any, fingerprint: str) -> TokenTable:
 
 
 def _is_unknown_token(tokenizer: Any, token_id: int) -> bool:
-    """False where the unknown token merely repeats another role (GPT-2's <|endoftext|>)."""
+    """Whether the token ever stands for text that the tokenizer does not know; with byte fallback it never does.
+
+    A tokenizer that cannot be asked means it so, unless the token repeats another role (GPT-2's <|endoftext|>).
+    """
+    ids = encode_plain(tokenizer, _RARE)
+    if ids is not None:
+        return token_id in ids
     return token_id not in (getattr(tokenizer, "eos_token_id", None), getattr(tokenizer, "bos_token_id", None))
 
 
@@ -296,22 +261,22 @@ def _most_likely(
     """The kind that its pieces suggest and a probe text confirms, and the bytes under it."""
     ordinary = [piece for place, piece in enumerate(pieces) if piece and place not in added]
     marks: dict[Kind, int] = {
+        "plain": 0,  # first: where nothing speaks for a kind, é is é and not the byte E9
         "byte_level": sum(piece[0] in "ĠĊ" for piece in ordinary),
         "sentencepiece": sum(
             piece[0] == "▁" or (piece[0] == "<" and bool(_BYTE_PIECE.match(piece))) for piece in ordinary
         ),
         "wordpiece": sum(piece.startswith("##") and len(piece) > 2 for piece in ordinary),
-        "plain": 0,
     }
     order = sorted(marks, key=lambda kind: -marks[kind])
-    probe = _encode(tokenizer, _PROBE, False)
+    probe = encode_plain(tokenizer, PROBE)
     first: tuple[Kind, list[bytes]] | None = None
     for kind in order:
         contents = _contents(kind, pieces, added, special)
         first = first or (kind, contents)
         if probe is None or marks[kind] == 0:
             break
-        if b"".join(contents[i] for i in probe).strip(b" ") == _PROBE.encode():
+        if b"".join(contents[i] for i in probe).strip(b" ") == PROBE.encode():
             return kind, contents
     assert first is not None  # noqa: S101 - ``order`` has four entries
     return first

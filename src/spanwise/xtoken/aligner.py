@@ -74,7 +74,7 @@ class TokenAligner:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the profiles, which are numpy views; the tables are tensors, which worker processes share."""
+        """Without the profiles, which are soon made again; the tables are tensors, which worker processes share."""
         return {key: value for key, value in self.__dict__.items() if key != "_profiles"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -211,8 +211,14 @@ class _Side:
         return torch.from_numpy(whole.reshape(self.shape))
 
 
-def _check_shapes(name: str, ids: Tensor, mask: Tensor | None) -> None:
-    if ids.ndim != 2 or ids.is_floating_point():
+def _check_shapes(name: str, ids: Any, mask: Any) -> None:
+    for what, given in (("ids", ids), *((("attention mask", mask),) if mask is not None else ())):
+        if not isinstance(given, Tensor):
+            raise ValueError(
+                f"the {name}'s {what} came as {type(given).__name__}; expected a torch.Tensor [rows, length]. What "
+                "a tokenizer returns was probably passed as it is. Fix: torch.tensor(…), or return_tensors='pt'."
+            )
+    if ids.ndim != 2 or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ValueError(
             f"the {name}'s ids have shape {tuple(ids.shape)} and dtype {ids.dtype}; expected integers [rows, length]. "
             "A single row was probably passed. Fix: ids[None] for one row."

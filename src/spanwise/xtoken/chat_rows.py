@@ -17,7 +17,9 @@ from spanwise.spans.chat import AssistantSpans
 from spanwise.spans.fold import Flags
 from spanwise.spans.locate import LocatedTokens, inside_any, span_of
 from spanwise.spans.profile import Profile
+from spanwise.xtoken.rows import Document, joined_text
 from spanwise.xtoken.segments import Segment
+from spanwise.xtoken.texts import checked_text
 from spanwise.xtoken.tokenizing import encode_texts
 
 
@@ -36,15 +38,10 @@ class RenderedChat:
         return inside_any(self.located, self.spans, len(self.ids))
 
 
-def render_chat(
-    spans_of: AssistantSpans,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    ctx_length: int,
-    profile: Profile,
-) -> RenderedChat:
+def render_chat(spans_of: AssistantSpans, document: Document, ctx_length: int, profile: Profile) -> RenderedChat:
     """Render and tokenize one side of a chat; at most ``ctx_length`` tokens."""
-    text, spans = spans_of([dict(message) for message in messages], tools=tools)
+    text, spans = spans_of([dict(message) for message in document.messages or []], tools=document.tools)
+    checked_text(text, document.place)
     # The template writes the control tokens; the tokenizer must not add them a second time.
     (ids,) = encode_texts([text], spans_of.tok, ctx_length, add_special_tokens=False)
     return RenderedChat(text, ids, spans, LocatedTokens(text, np.array(ids, dtype=np.int64), profile))
@@ -73,11 +70,9 @@ def chat_segments(messages: Sequence[Mapping[str, Any]], student: RenderedChat, 
 
 
 def _said(message: Mapping[str, Any]) -> str | None:
-    content = message.get("content")
     if message.get("tool_calls"):
         return None  # printed differently by every template
-    if isinstance(content, (list, tuple)):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    content = joined_text(message.get("content"))
     return content if isinstance(content, str) else None
 
 
@@ -90,6 +85,8 @@ def _parts(side: RenderedChat, span: Range, content: str) -> tuple[Range, Range]
     core = content.strip()
     if turn.count(core) != 1 and not turn.lstrip().startswith(core):
         return None
+    if not core and len(turn.split()) > 1:
+        return None  # nothing was said, and what stands there is more than a stop token: an empty thinking block
     at = len(turn) - len(turn.lstrip()) if turn.lstrip().startswith(core) else turn.index(core)
     end = at + len(core)
     if turn[:at].strip() == "":

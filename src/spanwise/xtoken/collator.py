@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
+from spanwise.spans.encode import same_ids
 from spanwise.spans.pack import segment_positions
 from spanwise.xtoken.alignment import AlignmentBatch
 from spanwise.xtoken.documents import Reader
@@ -47,7 +49,8 @@ class CrossTokenizerCollator:
         byte_offsets: emit the three optional fields of the alignment.
 
     A batch holds ``input_ids``, ``input_lengths``, ``token_mask`` (int64), ``sample_mask`` (float32), ``idx``,
-    ``labels_shifted`` (False), ``left_out`` (reason → count); ``teacher_input_ids``, ``teacher_input_lengths``,
+    ``labels_shifted`` (False), ``left_out`` (reason → count; chats and completions of which nothing was found again in
+    their tokens stay in their rows and are not trained on); ``teacher_input_ids``, ``teacher_input_lengths``,
     ``teacher_token_mask``; ``alignment_<field>``. Batches with chats or completions add ``loss_mask`` (int64). Packed
     ones add ``segment_ids``, ``position_ids`` and their ``teacher_`` twins, ``alignment_pair_document`` (-1 = no pair);
     ``sample_mask`` and ``idx`` then have one entry per document, row by row.
@@ -108,6 +111,8 @@ class CrossTokenizerCollator:
         self.active = [teacher for teacher in range(count) if self.aligners[teacher] is not None]
         _check_positive("context length", self.ctx_lengths)
         _check_positive("sequence divisor", self.divisors)
+        for tokenizer in (student_tokenizer, *self.teacher_tokenizers):
+            _check_tokenizer(tokenizer)
         self._check_aligners()
         mine = getattr(self.aligners[self.active[0]], "student_table", None) if self.active else None
         self._capacities = [self.ctx_lengths[0], *(self.ctx_lengths[i + 1] for i in self.active)]
@@ -121,8 +126,29 @@ class CrossTokenizerCollator:
         )
 
     def _check_aligners(self) -> None:
-        for teacher in self.active:
-            if self.byte_offsets and not getattr(self.aligners[teacher], "byte_offsets", False):
+        for teacher, (aligner, tokenizer) in enumerate(zip(self.aligners, self.teacher_tokenizers, strict=True)):
+            if aligner is None:
+                if not same_ids(self.student_tokenizer, tokenizer):
+                    raise ValueError(
+                        f"teacher {teacher} has no aligner and its tokenizer makes other ids than the student's; "
+                        "expected an aligner for every teacher with a tokenizer of its own. None, which means the "
+                        "student's tokenizer, was probably left standing. "
+                        "Fix: TokenAligner(student_tokenizer, teacher_tokenizer)."
+                    )
+                continue
+            if not callable(getattr(aligner, "align", None)):
+                raise ValueError(
+                    f"aligner {teacher} is a {type(aligner).__name__}; expected a TokenAligner. A name was probably "
+                    "passed. Fix: TokenAligner(student_tokenizer, teacher_tokenizer)."
+                )
+            for side, mine in (("student", self.student_tokenizer), ("teacher", tokenizer)):
+                if not same_ids(getattr(aligner, f"{side}_tokenizer", mine), mine):
+                    raise ValueError(
+                        f"aligner {teacher} was made for another {side}: its tokenizer makes other ids than the "
+                        "collator's; expected the same tokenizers in both. The two sides were probably swapped. "
+                        "Fix: TokenAligner(student_tokenizer, teacher_tokenizer), in this order."
+                    )
+            if self.byte_offsets and not getattr(aligner, "byte_offsets", False):
                 raise ValueError(
                     f"byte_offsets=True was asked of the collator and aligner {teacher} does not make them; expected "
                     "both alike. The aligner was probably made without the argument. "
@@ -217,9 +243,18 @@ def _one_each(name: str, values: Sequence[Any] | None, count: int, default: Any)
     return list(values)
 
 
-def _check_positive(what: str, values: Sequence[int]) -> None:
-    if min(values) < 1:
+def _check_tokenizer(tokenizer: Any) -> None:
+    if not callable(tokenizer):
         raise ValueError(
-            f"a {what} is {min(values)} (student first: {list(values)}); expected at least 1. It was probably read "
-            f"from a configuration that leaves it at 0. Fix: pass the {what} of each side."
+            f"a {type(tokenizer).__name__} was given as a tokenizer; expected one that can be called with texts. A "
+            "name or a folder was probably passed. Fix: load it first, spanwise.load_tokenizer(name)."
+        )
+
+
+def _check_positive(what: str, values: Sequence[int]) -> None:
+    wrong = [value for value in values if not isinstance(value, Integral) or value < 1]
+    if wrong:
+        raise ValueError(
+            f"a {what} is {wrong[0]!r} (student first: {list(values)}); expected a whole number of at least 1. It was "
+            f"probably read from a configuration that leaves it empty or at 0. Fix: pass the {what} of each side."
         )

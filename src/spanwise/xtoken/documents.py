@@ -16,10 +16,11 @@ import numpy as np
 from torch import Tensor
 
 from spanwise.spans.chat import AssistantSpans
+from spanwise.spans.encode import inserted_ids
 from spanwise.spans.fold import Flags
 from spanwise.spans.locate import LocatedTokens
 from spanwise.spans.profile import Profile, profile_of
-from spanwise.spans.table import TokenTable, inserted_ids, token_table
+from spanwise.spans.table import TokenTable, token_table
 from spanwise.xtoken.chat_rows import chat_segments, render_chat
 from spanwise.xtoken.rows import Document, read_row
 from spanwise.xtoken.segments import Segment
@@ -38,6 +39,7 @@ class Encoded:
         trained: bool [student tokens], or None: all of them.
         loss_multiplier: the row's weight.
         index: the row's ``idx``.
+        unfound: nothing of the text was found again in the student's tokens, so there is nothing to train on.
     """
 
     ids: list[list[int]]
@@ -45,6 +47,7 @@ class Encoded:
     trained: Flags | None
     loss_multiplier: float
     index: Any
+    unfound: bool = False
 
 
 class Reader:
@@ -78,7 +81,7 @@ class Reader:
         self._spans = [AssistantSpans(tokenizer) for tokenizer in tokenizers]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the profiles, which are views of the tables."""
+        """Without the profiles, which are soon made again."""
         return self.__dict__ | {"_profiles": {}}
 
     def read(self, rows: Sequence[Any]) -> list[Encoded]:
@@ -104,36 +107,46 @@ class Reader:
             sizes = mask.sum(dim=1).tolist()
             rows = [row[:size] for row, size in zip(table.tolist(), sizes, strict=True)]
         fresh = iter(rows)
-        tokens = [next(fresh) if ids is None else list(ids[:length]) for ids in given]
-        for document, mine in zip(documents, tokens, strict=True):
-            if self._ends(document) and len(mine) < length and end_id(tokenizer) not in inserted_ids(tokenizer)[1]:
-                mine.append(end_id(tokenizer))
+        kept = slice(-length, None) if getattr(tokenizer, "truncation_side", "right") == "left" else slice(length)
+        tokens = [next(fresh) if ids is None else list(ids[kept]) for ids in given]
+        ended = [
+            mine
+            for document, mine in zip(documents, tokens, strict=True)
+            if self._ends(document) and len(mine) < length
+        ]
+        end = end_id(tokenizer) if ended else None
+        if ended and end not in inserted_ids(tokenizer)[1]:
+            for mine in ended:
+                mine += [end] * (mine[-1:] != [end])  # a text may spell its end out
         return tokens
 
     def _ends(self, document: Document) -> bool:
         return self.append_eos or document.completion_start is not None
 
     def _text(self, document: Document, ids: list[list[int]]) -> Encoded:
-        trained = None
+        trained, unfound = None, False
         if document.completion_start is not None:
             mine = ids[0]
             eos = bool(mine) and mine[-1] == end_id(self.tokenizers[0])
             spelled = np.array(mine[:-1] if eos else mine, dtype=np.int64)
             located = LocatedTokens(document.text, spelled, self.profile(0))
-            trained = np.append(located.inside(document.completion_start, len(document.text)), [True] * eos)
+            # A tokenizer that writes the end itself writes it behind a text that it cut, too: no end to learn from.
+            ended = len(mine) < self.lengths[0] or located.whole
+            trained = located.inside(document.completion_start, len(document.text))
+            trained, unfound = np.append(trained, np.full(int(eos), ended)), not located.found
         whole = [Segment((0, len(ids[0])), (0, len(theirs)), text=document.text) for theirs in ids[1:]]
         segments: list[list[Segment]] = [[], *([segment] for segment in whole)]
-        return Encoded(ids, segments, trained, document.loss_multiplier, document.index)
+        return Encoded(ids, segments, trained, document.loss_multiplier, document.index, unfound)
 
     def _chat(self, document: Document) -> Encoded:
-        messages = document.messages or []
         sides = [
-            render_chat(self._spans[side], messages, document.tools, self.lengths[side], self.profile(side))
+            render_chat(self._spans[side], document, self.lengths[side], self.profile(side))
             for side in range(len(self.tokenizers))
         ]
-        segments = [[], *(chat_segments(messages, sides[0], teacher) for teacher in sides[1:])]
+        segments = [[], *(chat_segments(document.messages or [], sides[0], teacher) for teacher in sides[1:])]
         ids = [side.ids for side in sides]
-        return Encoded(ids, segments, sides[0].trained, document.loss_multiplier, document.index)
+        unfound = not sides[0].located.found
+        return Encoded(ids, segments, sides[0].trained, document.loss_multiplier, document.index, unfound)
 
     def profile(self, side: int) -> Profile:
         """How a side's tokens are read."""
@@ -153,6 +166,13 @@ class Reader:
                 f"input_ids of row {place} reach from {tokens.min()} to {tokens.max()}; expected 0 to "
                 f"{profile.table.size - 1}, the ids of the student's tokenizer. They were probably made by another "
                 "tokenizer or hold padding such as -100. Fix: tokenize with the student's tokenizer, without padding."
+            )
+        if profile.table.kind == "wordpiece" or not profile.known[tokens].all():
+            why = "its pieces leave out blanks" if profile.table.kind == "wordpiece" else "some are the unknown token"
+            raise ValueError(
+                f"input_ids of row {place} cannot be read back ({why}); expected ids that spell their text, since the "
+                "teachers tokenize it. The student's tokenizer is probably of a kind that rewrites what it reads. "
+                "Fix: pass 'text' instead of 'input_ids'."
             )
         text = np.flatnonzero(~profile.special[tokens])
         core = tokens[text[0] : text[-1] + 1] if len(text) else tokens[:0]

@@ -70,7 +70,7 @@ class Layout:
 
 def one_per_row(documents: Sequence[Encoded]) -> Layout:
     """Every document in a row of its own."""
-    return Layout(documents, [[number] for number in range(len(documents))], {})
+    return _layout(documents, [[number] for number in range(len(documents))], {})
 
 
 def packed(documents: Sequence[Encoded], capacities: Sequence[int]) -> Layout:
@@ -85,8 +85,10 @@ def packed(documents: Sequence[Encoded], capacities: Sequence[int]) -> Layout:
             f"into {list(capacities)} tokens per side. The documents are probably longer than the context. "
             "Fix: split them before collating, raise the context lengths, or packing=False, which cuts them."
         )
-    return Layout(
-        documents,
-        [[filled[number] for number in row] for row in bins.rows],
-        {reason: count for reason, count in left_out.items() if count},
-    )
+    return _layout(documents, [[filled[number] for number in row] for row in bins.rows], left_out)
+
+
+def _layout(documents: Sequence[Encoded], places: list[list[int]], left_out: dict[str, int]) -> Layout:
+    unfound = sum(documents[number].unfound for row in places for number in row)
+    reasons = left_out | {"answers_not_found_in_tokens": unfound}
+    return Layout(documents, places, {reason: count for reason, count in reasons.items() if count})

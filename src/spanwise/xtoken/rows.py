@@ -6,6 +6,8 @@ Five kinds, looked for in the order of ``ROW_KINDS``: ``message_log``, ``message
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +49,7 @@ class Document:
         student_ids: ids given instead of a text.
         loss_multiplier: the row's ``sample_mask``.
         index: the row's ``idx``.
+        place: where it stands in its batch, for errors.
     """
 
     text: str
@@ -56,6 +59,7 @@ class Document:
     student_ids: tuple[int, ...] | None
     loss_multiplier: float
     index: Any
+    place: int
 
 
 def read_row(row: Any, place: int, spell: Callable[[Sequence[int], int], str]) -> Document:
@@ -70,17 +74,18 @@ def read_row(row: Any, place: int, spell: Callable[[Sequence[int], int], str]) -
     if kind == "message_log":
         text = "".join(_content(entry, place) for entry in _entries(row["message_log"], "message_log", place))
     elif kind == "messages":
-        messages = _entries(row["messages"], "messages", place)
-        for message in messages:
-            if isinstance(message.get("content"), str):
-                checked_text(message["content"], place)
+        # A columnar file gives every message the keys of all others; a template would take a key without value for one.
+        messages = [
+            {key: value for key, value in message.items() if value is not None or key == "content"}
+            for message in _entries(row["messages"], "messages", place)
+        ]
     elif kind == "prompt":
         prompt = checked_text(row["prompt"], place)
         text, start = prompt + checked_text(row["completion"], place), len(prompt)
     elif kind == "text":
         text = checked_text(row["text"], place)
     elif kind == "input_ids":
-        ids = tuple(int(token) for token in row["input_ids"])
+        ids = _ids(row["input_ids"], place)
         text = spell(ids, place)
     else:
         raise ValueError(
@@ -88,8 +93,32 @@ def read_row(row: Any, place: int, spell: Callable[[Sequence[int], int], str]) -
             "The column is probably named otherwise, or empty. "
             "Fix: rename the column to 'text', or drop rows without one."
         )
-    multiplier = float(row.get("loss_multiplier", 1.0))
-    return Document(text, messages, row.get("tools"), start, ids, multiplier, row.get("idx", place))
+    index = place if row.get("idx") is None else row["idx"]
+    return Document(text, messages, row.get("tools"), start, ids, _multiplier(row, place), index, place)
+
+
+def _multiplier(row: Mapping[str, Any], place: int) -> float:
+    given = row.get("loss_multiplier")
+    try:
+        multiplier = 1.0 if given is None else float(given)
+    except (TypeError, ValueError):
+        multiplier = float("nan")
+    if not math.isfinite(multiplier):
+        raise ValueError(
+            f"the loss_multiplier of row {place} is {given!r}; expected a finite number. It was probably computed by a "
+            "division by 0, or read as text. Fix: 1.0 for a row like any other, 0.0 for one that is not to count."
+        )
+    return multiplier
+
+
+def _ids(value: Any, place: int) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(token) for token in value)
+    except TypeError as error:
+        raise ValueError(
+            f"input_ids of row {place} are {str(value)[:60]!r} ({error}); expected the whole numbers of one row. A "
+            "batch of rows, or another column, was probably passed. Fix: one row each, {'input_ids': [5, 6, 7]}."
+        ) from error
 
 
 def _entries(value: Any, key: str, place: int) -> list[Mapping[str, Any]]:
@@ -102,10 +131,20 @@ def _entries(value: Any, key: str, place: int) -> list[Mapping[str, Any]]:
     return entries
 
 
+def joined_text(content: Any) -> Any:
+    """Content as templates take it: the texts of a list of parts joined, anything else as it is.
+
+    >>> joined_text([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}])
+    'ab'
+    """
+    if not isinstance(content, (list, tuple)):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, Mapping)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
 def _content(entry: Mapping[str, Any], place: int) -> str:
-    content = entry.get("content")
-    if isinstance(content, (list, tuple)):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    content = joined_text(entry.get("content"))
     if content is None:
         raise ValueError(
             f"a message of row {place} has the keys {sorted(map(str, entry))} and no content; expected text. The "

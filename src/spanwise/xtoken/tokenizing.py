@@ -8,13 +8,14 @@ Shapes: B texts, S padded length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+
+from spanwise.spans.encode import state_kept
 
 
 def padding_id(tokenizer: Any) -> int:
@@ -48,7 +49,7 @@ def encode_texts(
     """The ids of every text, at most ``ctx_length``, with the tokenizer's own defaults otherwise."""
     if not texts:
         return []
-    with _state_kept(tokenizer):
+    with state_kept(tokenizer):
         encoded = tokenizer(
             list(texts),
             add_special_tokens=add_special_tokens,
@@ -75,24 +76,3 @@ def rectangle(
         ids[place, : len(row)] = torch.as_tensor(row, dtype=torch.long)
         mask[place, : len(row)] = 1
     return ids, mask
-
-
-@contextmanager
-def _state_kept(tokenizer: Any) -> Iterator[None]:
-    """Put the Rust part's truncation and padding back as they were."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or not hasattr(backend, "enable_truncation"):
-        yield
-        return
-    truncation, padding = backend.truncation, backend.padding
-    try:
-        yield
-    finally:
-        if backend.truncation != truncation:
-            backend.no_truncation()
-            if truncation is not None:
-                backend.enable_truncation(**truncation)
-        if backend.padding != padding:
-            backend.no_padding()
-            if padding is not None:
-                backend.enable_padding(**padding)
