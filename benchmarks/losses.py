@@ -191,6 +191,7 @@ def row(figure: str, value: float, unit: str, target: float | None, context: str
 def memory_rows(rows: int, vocabularies: list[int]) -> list[dict]:
     out = []
     for which, target in (("P-KL", 0.33), ("gold", 0.18)):
+        beyond_gradient: list[int] = []
         for students in vocabularies:
             ours, gradient = memory(which, "ours", rows, students)
             dense, _ = memory(which, "dense", rows, students)
@@ -198,11 +199,17 @@ def memory_rows(rows: int, vocabularies: list[int]) -> list[dict]:
                 f"N={rows}, Vs={students:,}; ours {ours >> 20} MiB, dense {dense >> 20}, gradient {gradient >> 20}"
             )
             out.append(row(f"{which} peak memory / dense", ours / dense, "×", target, context))
+            out.append(row(f"{which} peak memory / the gradient's own bytes", ours / gradient, "×", None, context))
+            beyond_gradient.append(max(ours - gradient, 1))
             small, small_gradient = memory(which, "ours", rows // 4, students)
             growth = max(ours - gradient, 1) / max(small - small_gradient, 1)
             beyond = f"{small - small_gradient >> 20} to {ours - gradient >> 20} MiB"
             context = f"N={rows // 4} to {rows}, Vs={students:,}; {beyond}"
             out.append(row(f"{which} workspace growth", growth, "×", 1.6, context))
+        if len(vocabularies) > 1:
+            growth, beyond = beyond_gradient[-1] / beyond_gradient[0], [size >> 20 for size in beyond_gradient]
+            context = f"N={rows}, Vs={vocabularies[0]:,} to {vocabularies[-1]:,}; {beyond[0]} to {beyond[-1]} MiB"
+            out.append(row(f"{which} workspace growth with the vocabulary", growth, "×", None, context))
     return out
 
 

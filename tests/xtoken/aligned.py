@@ -25,12 +25,13 @@ def aligner(student: str, teacher: str) -> TokenAligner:
 @dataclass(frozen=True)
 class Verdict:
     """wrong: pairs claimed correct that are not; coverage: student tokens in a correct pair; finest: share of the
-    oracle's common boundaries; quality: of the row."""
+    oracle's common boundaries; quality: of the row; missed: how many of these boundaries ours lacks."""
 
     wrong: int
     coverage: float
     finest: float
     quality: int
+    missed: int
 
 
 def ids_of(name: str, text: str) -> list[int]:
@@ -41,7 +42,7 @@ def judge(student: str, teacher: str, text: str, cut: tuple[int | None, int | No
     """Align ``text`` (sides cut to so many tokens) and compare with the oracle."""
     student_ids, teacher_ids = ids_of(student, text)[: cut[0]], ids_of(teacher, text)[: cut[1]]
     if not student_ids or not teacher_ids:
-        return Verdict(0, 1.0, 1.0, 0)
+        return Verdict(0, 1.0, 1.0, 0, 0)
     found = aligner(student, teacher).align(torch.tensor([student_ids]), torch.tensor([teacher_ids]))
     check_form(found)
     return judged(found, real_tokenizer(student), real_tokenizer(teacher), text, student_ids, teacher_ids)
@@ -64,7 +65,9 @@ def judged(
         ours |= set(here)
     common = {p for span in mine for p in span} & {p for span in theirs for p in span} - {None}
     covered = sum(chunk >= 0 and bool(found.pair_is_correct[0, chunk]) for chunk in my_chunks)
-    return Verdict(wrong, covered / len(my_chunks), len(ours & common) / len(common), int(found.quality[0]))
+    missed = len(common - ours)
+    quality = int(found.quality[0])
+    return Verdict(wrong, covered / len(my_chunks), 1 - missed / len(common), quality, missed)
 
 
 def check_form(found: AlignmentBatch) -> None:

@@ -37,6 +37,10 @@ def test_no_chunks_and_wrong_ids() -> None:
     means, sizes = chunk_average_log_probs(torch.zeros(2, 3, 4), torch.full((2, 3), -1), 0)
     assert means.shape == (2, 0, 4)
     assert sizes.shape == (2, 0)
+    for shape in ((2, 3, 0), (2, 0, 4), (0, 3, 4)):
+        means, sizes = chunk_average_log_probs(torch.zeros(shape), torch.zeros(shape[:2], dtype=torch.long), 5)
+        assert means.shape == (shape[0], 5, shape[2])
+        assert sizes.sum() == shape[0] * shape[1]
     with pytest.raises(ValueError, match="max_chunks is 2"):
         chunk_average_log_probs(torch.zeros(1, 1, 1), torch.tensor([[2]]), 2)
 

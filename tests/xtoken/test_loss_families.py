@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,19 +46,21 @@ def test_alm_equals_autograd(seed: int, difference: str, temperature: float, deb
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 10_000), SHAPES, st.sampled_from(DIFFERENCES))
-def test_alm_and_uld_equal_the_twins_at_any_shape(seed: int, shape, difference: str) -> None:
+@given(st.integers(0, 10_000), SHAPES, st.sampled_from(DIFFERENCES), st.booleans())
+def test_alm_and_uld_equal_the_twins_at_any_shape(seed: int, shape, difference: str, only_correct: bool) -> None:
     case = random_case(seed, **shape | {"extra": 0})
     ids, teacher_ids = ids_of(case)
     scores, options = TeacherScores(logits=case.y), {"temperature": 2.0, "sample_mask": case.sample_mask}
     parts = alm(
         case.z, scores, case.alignment, student_input_ids=ids, teacher_input_ids=teacher_ids, difference=difference,
-        **options,
+        exact_token_match_only=only_correct, **options,
     )  # fmt: skip
+    options["only_correct"] = only_correct
     expected = twin.alm(case.z, case.y, case.alignment, ids, teacher_ids, difference=difference, **options)
     assert_same(parts, expected, case.z, rtol=SHAPES_RTOL)
-    parts = uld(case.z, scores, case.alignment, **options)
-    assert_same(parts, twin.uld(case.z, case.y, case.alignment, **options), case.z, rtol=SHAPES_RTOL)
+    expected = twin.uld(case.z, case.y, case.alignment, **options)
+    options["exact_token_match_only"] = options.pop("only_correct")
+    assert_same(uld(case.z, scores, case.alignment, **options), expected, case.z, rtol=SHAPES_RTOL)
 
 
 def test_alm_needs_one_number_per_token() -> None:
@@ -151,6 +155,32 @@ def test_same_vocab_equals_autograd(seed, divergence, temperature, beta, full_to
     assert_same(parts, expected, case.z)
 
 
+@settings(max_examples=30)
+@given(
+    st.integers(0, 10_000), st.sampled_from(["forward", "reverse", "jsd"]), st.sampled_from([0.5, 1.0, 3.0]),
+    st.sampled_from([0.1, 0.5]), st.sampled_from([1, 3, 9]), st.booleans(),
+)  # fmt: skip
+def test_same_vocab_compares_what_is_not_listed_as_one_outcome(
+    seed, divergence, temperature, beta, k, empty_slots
+) -> None:
+    case = random_case(seed, s=6, t=6, students=9, teachers=9)
+    mask = torch.rand(2, 6, generator=torch.Generator().manual_seed(seed)) < 0.7
+    cut = TeacherScores(logits=case.y).topk(k, temperature=temperature)
+    if empty_slots:  # a list that ended early, and one whose first slot is empty
+        ids, tail = cut.top_ids.clone(), cut.log_tail.clone()
+        for b, slot in ((0, k - 1), (1, 0)):
+            tail[b] = torch.logaddexp(tail[b], cut.top_logp[b, :, slot])
+            ids[b, :, slot] = -1
+        cut = replace(cut, top_ids=ids, log_tail=tail)
+    options = {"temperature": temperature, "divergence": divergence, "beta": beta}
+    ids = torch.zeros(2, 6, dtype=torch.long)
+    parts = same_vocab_kl(case.z, cut, input_ids=ids, mask=mask, sample_mask=case.sample_mask, **options)
+    expected = twin.bucketed_kl(
+        case.z, cut.top_ids, cut.top_logp, cut.log_tail, mask, case.sample_mask, **options
+    )  # fmt: skip
+    assert_same(parts, expected, case.z)
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10_000), SHAPES, st.sampled_from(["forward", "reverse", "jsd"]))
 def test_same_vocab_and_cross_entropy_equal_the_twins_at_any_shape(seed, shape, divergence) -> None:
@@ -168,18 +198,19 @@ def test_same_vocab_and_cross_entropy_equal_the_twins_at_any_shape(seed, shape, 
     assert_same(parts, twin.cross_entropy(z, ids, mask, case.sample_mask), case.z, rtol=SHAPES_RTOL)
 
 
+@pytest.mark.parametrize("missing", ["tail_bucket", "renormalise"])
 @pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
-def test_same_vocab_topk_approaches_the_dense_value(divergence: str) -> None:
+def test_same_vocab_topk_approaches_the_dense_value(divergence: str, missing: str) -> None:
     case = random_case(4, s=6, t=6, students=40, teachers=40)
     ids = torch.zeros(2, 6, dtype=torch.long)
     dense = same_vocab_kl(case.z, TeacherScores(logits=case.y), input_ids=ids, divergence=divergence).total
     gaps = []
     for k in (2, 20, 40):
         top = TeacherScores(logits=case.y).topk(k)
-        gaps.append(
-            abs(float((same_vocab_kl(case.z, top, input_ids=ids, divergence=divergence).total - dense).detach()))
-        )
+        parts = same_vocab_kl(case.z, top, input_ids=ids, divergence=divergence, missing=missing)
+        gaps.append(abs(float((parts.total - dense).detach())))
     assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 1e-9
 
 
 def test_same_vocab_survives_minus_infinity() -> None:

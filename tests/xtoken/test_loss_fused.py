@@ -232,6 +232,11 @@ def test_fused_over_a_wide_head_against_the_naive_twin_in_float64(which: str) ->
 def tiny_model(kind: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if kind == "phi":  # the one whose head has a bias
+        small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=40, **small))
+        torch.nn.init.normal_(model.get_output_embeddings().bias)
+        return model
     sizes = {
         "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
@@ -248,16 +253,20 @@ def tiny_model(kind: str):
     return model
 
 
-@pytest.mark.parametrize("kind", ["llama", "cohere", "granite", "gemma2"])
+@pytest.mark.parametrize("kind", ["llama", "cohere", "granite", "gemma2", "phi"])
 def test_heads_are_read_from_real_models(kind: str) -> None:
     model = tiny_model(kind)
     model.train()
+    model.model.layers.eval()  # a frozen part
     ids = torch.arange(3, 15)[None]
     head = checked_head(model, ids)
     assert head is not None
     assert model.training
+    assert not any(layer.training for layer in model.model.layers.modules())
+    assert (head.bias is not None) == (kind == "phi")
     assert (head.softcap, head.multiplier) == {
         "llama": (None, 1.0), "cohere": (None, 0.25), "granite": (None, 0.25), "gemma2": (2.0, 1.0),
+        "phi": (None, 1.0),
     }[kind]  # fmt: skip
 
 
@@ -280,6 +289,39 @@ def test_what_lora_does_only_while_training_falls_back_loudly(more: dict[str, An
     made = LoraConfig(target_modules=["lm_head"], r=2, **more)
     with pytest.warns(UserWarning, match=f"fused loss is not used.*{named}.*expected.*probably.*Fix:"):
         assert checked_head(get_peft_model(tiny_model("llama"), made), torch.arange(3, 15)[None]) is None
+
+
+def test_a_copy_of_the_head_that_is_trained_whole_is_read() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    made = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], r=2)
+    model = get_peft_model(tiny_model("llama"), made)
+    head = checked_head(model, torch.arange(3, 15)[None])
+    assert head is not None
+    assert head.weight is model.get_output_embeddings().modules_to_save["default"].weight
+    assert head.weight.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["ia3", "loha", "rows", "quantised"])
+def test_other_adapters_and_quantised_heads_fall_back_loudly(kind: str) -> None:
+    """None of them shows in the logits before training: they begin as the plain head."""
+    from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+
+    model = tiny_model("llama")
+    if kind == "quantised":
+        packed = torch.zeros(16 * 40 // 2, 1, dtype=torch.uint8)  # two weights of four bits in a byte
+        model.lm_head.weight = torch.nn.Parameter(packed, requires_grad=False)
+    else:
+        model = get_peft_model(
+            model,
+            {
+                "ia3": IA3Config(target_modules=["lm_head"], feedforward_modules=[]),
+                "loha": LoHaConfig(target_modules=["lm_head"], r=2),
+                "rows": LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [1, 2]}, r=2),
+            }[kind],
+        )
+    with pytest.warns(UserWarning, match=r"fused loss is not used.*expected a linear layer.*probably.*Fix:"):
+        assert checked_head(model, torch.arange(3, 15)[None]) is None
 
 
 def test_a_head_that_does_more_than_it_says_falls_back_loudly() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from spanwise.teachers.scores import TeacherScores
 from spanwise.xtoken.exact_map import exact_token_map
 from spanwise.xtoken.losses import gold
+from spanwise.xtoken.losses.largest import largest, largest_values
 from tests.reference import losses as twin
 from tests.xtoken.cases import SHAPES, SHAPES_RTOL, assert_same, random_case
 
@@ -57,6 +58,9 @@ def test_a_ready_map_is_used_as_it_is_and_metrics_add_up() -> None:
     by_map = gold(case.z, scores, case.alignment, partition(case.projection, True), temperature=2.0)
     by_projection = gold(case.z, scores, case.alignment, case.projection, relaxed=True, temperature=2.0)
     assert torch.equal(by_map.total, by_projection.total)
+    assert case.projection.token_map(relaxed=True) is case.projection.token_map(relaxed=True)
+    with pytest.raises(ValueError, match=r"mapping of common_student.*same_vocab_kl"):
+        gold(case.z, scores, case.alignment, {"common_student": torch.zeros(1, dtype=torch.long)})
     together = by_map.metrics["gold_kl"].value + by_map.metrics["gold_l1"].value
     assert together == pytest.approx(float(by_map.mean().detach()))
 
@@ -75,6 +79,24 @@ def test_topk_approaches_the_dense_value(missing: str, relaxed: bool) -> None:
             gaps[place] += (gold(case.z, scores, *rest, relaxed=relaxed, missing=missing).total - dense).abs().detach()
     assert (gaps.diff() < 0).all(), gaps
     assert gaps[-1] < 1e-9
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10_000), st.sampled_from([1, 2, 40]), st.sampled_from([0, 1, 7, 40]), st.booleans())
+def test_the_largest_entries_are_those_of_topk(seed: int, width: int, k: int, narrow: bool) -> None:
+    g = torch.Generator().manual_seed(seed)
+    values = torch.randn(3, width, generator=g, dtype=torch.float32 if narrow else torch.float64)
+    values[values < -0.5] = -torch.inf
+    values[0, width // 2 :] = values[0, :1].clone()  # ties
+    k = min(k, width)
+    before = values.clone()
+    wanted = values.topk(k, dim=-1).values
+    found, at = largest(values, k)
+    assert torch.equal(found, wanted)
+    assert torch.equal(largest_values(values, k), wanted)
+    assert torch.equal(values.gather(1, at), wanted)
+    assert all(len(set(row)) == k for row in at.tolist())
+    assert torch.equal(values, before)
 
 
 def test_the_unnormalised_common_kl_may_be_negative() -> None:

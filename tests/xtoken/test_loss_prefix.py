@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -35,14 +36,22 @@ def trie() -> PrefixTrie:
     return PrefixTrie.from_bytes(STUDENT, TEACHER, [(len(STUDENT) - 1, len(TEACHER) - 1)])
 
 
-def twin_total(rows_s, rows_t, z, y, *, keep, temperature, reverse, min_mass=0.1, student=STUDENT):
+def twin_total(
+    rows_s, rows_t, z, y, *, keep, temperature, reverse, min_mass=0.1, student=STUDENT, top_k=None,
+    missing="tail_bucket",
+):  # fmt: skip
+    """With ``top_k`` the teacher's probabilities are known of its likeliest tokens and of the one that followed."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for b, (ids_s, ids_t) in enumerate(zip(rows_s, rows_t, strict=True)):
         logp = torch.log_softmax(y[b].double() / temperature, -1)
+        listed = None
+        if top_k is not None:
+            listed = [{*row.topk(top_k).indices.tolist(), *ids_t[n + 1 : n + 2]} for n, row in enumerate(logp)]
         for position in range(1, len(ids_s)):
             made = twin.distribution(
-                student, TEACHER, ids_s, ids_t, logp, position, {len(TEACHER) - 1: len(student) - 1}
-            )
+                student, TEACHER, ids_s, ids_t, logp, position, {len(TEACHER) - 1: len(student) - 1},
+                listed=listed, missing=missing,
+            )  # fmt: skip
             assert made is not None
             mass, tail, kept = made
             count += 1
@@ -75,6 +84,33 @@ def test_equals_the_twin_in_value_and_gradient(texts, keep, temperature, reverse
     (wanted,) = torch.autograd.grad(expected, z)
     (got,) = torch.autograd.grad(parts.total, z)
     torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.text("abc", min_size=1, max_size=9).map(str.encode), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 5]), st.sampled_from([0.0, 0.3]), st.sampled_from(["tail_bucket", "renormalise"]),
+    st.booleans(), st.integers(0, 1000),
+)  # fmt: skip
+def test_truncated_scores_equal_the_twin(texts, top_k, min_mass, missing, reverse, seed) -> None:
+    alignment, ids_s, ids_t, rows_s, rows_t = batch(texts)
+    g = torch.Generator().manual_seed(seed)
+    z = torch.randn(*ids_s.shape, len(STUDENT), generator=g, dtype=torch.float64, requires_grad=True)
+    y = 2 * torch.randn(*ids_t.shape, len(TEACHER), generator=g, dtype=torch.float64)
+    options = {"keep": 3, "temperature": 2.0, "reverse": reverse, "min_mass": min_mass, "missing": missing}
+    expected, count = twin_total(rows_s, rows_t, z, y, top_k=top_k, **options)
+    dense = TeacherScores(logits=y)
+    cut = dense.topk(top_k, temperature=2.0)
+    cut = replace(cut, observed_logp=dense.observed(ids_t, temperature=2.0))
+    rest = {"trie": trie(), "student_input_ids": ids_s, "teacher_input_ids": ids_t}
+    parts = prefix_kl(z, cut, alignment, **rest, **options)
+    assert float(parts.count) == count
+    torch.testing.assert_close(parts.total, expected, rtol=1e-9, atol=1e-9)
+    wanted = torch.autograd.grad(expected, z, allow_unused=True)[0] if expected.requires_grad else None
+    wanted = torch.zeros_like(z) if wanted is None else wanted
+    torch.testing.assert_close(torch.autograd.grad(parts.total, z)[0], wanted, rtol=1e-8, atol=1e-9)
+    from_dense = prefix_kl(z, dense, alignment, teacher_topk=top_k, **rest, **options)
+    torch.testing.assert_close(from_dense.total, parts.total)
 
 
 class MarkovTeacher:

@@ -181,6 +181,62 @@ def test_a_file_that_would_run_code_is_refused(tmp_path) -> None:
         Projection.load(tmp_path / "absent.pt")
 
 
+def test_what_is_no_projection_is_refused_by_name(tmp_path, byte_bpe, unigram) -> None:
+    file = tmp_path / "p.safetensors"
+    build_projection(byte_bpe, unigram).save(file)
+    (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cannot be read.*expected a whole file.*Fix:"):
+        Projection.load(tmp_path / "cut.safetensors")
+    for odd in ({("a", "b"): 1.0}, {(-1, 2): 1.0}, {(0, 1): "much"}, {0: 1.0}):
+        torch.save(odd, tmp_path / "odd.pt")
+        with pytest.raises(ValueError, match="not in a recognized format"):
+            Projection.load(tmp_path / "odd.pt")
+    with pytest.raises(IsADirectoryError, match=r"is a folder.*Fix: -o"):
+        Projection.load(file).save(tmp_path)
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    for weight in (float("nan"), float("inf"), -0.5):
+        with pytest.raises(ValueError, match="negative, infinite or NaN"):
+            Projection(ids, torch.tensor([[1.0], [weight]]), 1)
+    assert Projection(ids - 1, torch.full((2, 1), float("nan")), 1).exact_rows().tolist() == []
+
+
+def test_a_written_file_has_the_permissions_of_any_other(tmp_path, byte_bpe, unigram) -> None:
+    file, other = tmp_path / "new folder" / "p.safetensors", tmp_path / "other"
+    build_projection(byte_bpe, unigram).save(file)
+    other.touch()
+    assert file.stat().st_mode == other.stat().st_mode
+
+
+def test_a_file_without_fingerprints_is_fitted_to_its_tokenizers_or_refused(tmp_path, byte_bpe, unigram) -> None:
+    """What other programs write: rows of a padded head, teacher ids that end early, pairs that end early."""
+    built = build_projection(byte_bpe, unigram)
+    students, teachers = built.indices.shape[0], built.teacher_vocab_size
+    both = {"student": byte_bpe, "teacher": unigram}
+    few = torch.where(built.indices < 50, built.indices, -1)
+
+    def dense(ids: torch.Tensor, extra: int = 0) -> Projection:
+        ids = torch.nn.functional.pad(ids, (0, 0, 0, extra), value=-1)
+        weights = torch.nn.functional.pad(built.likelihoods, (0, 0, 0, extra))
+        torch.save({"indices": ids, "likelihoods": weights}, tmp_path / "d.pt")
+        return Projection.load(tmp_path / "d.pt", **both)
+
+    found = dense(few, extra=7)
+    assert (found.student_vocab_size, found.teacher_vocab_size) == (students, teachers)
+    assert torch.equal(found.indices, few)
+    torch.save({(0, 3): 1.0, (5, 4): 0.5}, tmp_path / "s.pt")
+    found = Projection.load(tmp_path / "s.pt", **both)
+    assert (found.student_vocab_size, found.teacher_vocab_size) == (students, teachers)
+    beyond = few.clone()
+    beyond[0, 0] = teachers
+    for ids in (beyond, few[:-1]):
+        torch.save({"indices": ids, "likelihoods": torch.ones(ids.shape)}, tmp_path / "d.pt")
+        with pytest.raises(ValueError, match=r"built for other tokenizers.*project build"):
+            Projection.load(tmp_path / "d.pt", **both)
+    torch.save({(students, 0): 1.0}, tmp_path / "s.pt")
+    with pytest.raises(ValueError, match="built for other tokenizers"):
+        Projection.load(tmp_path / "s.pt", **both)
+
+
 def test_check_and_show(tmp_path, byte_bpe, unigram) -> None:
     file = tmp_path / "p.safetensors"
     build_projection(byte_bpe, unigram).save(file)
@@ -189,6 +245,10 @@ def test_check_and_show(tmp_path, byte_bpe, unigram) -> None:
     assert told["missed"] == 0
     assert 0 < told["exact_share"] < told["coverage"] <= 1
     assert len(told["worst"]) == 10
+    ordinary = [row for row in told["coverage_table"] if row["student tokens"] == "ordinary"]
+    assert sum(row["share"] for row in ordinary) == pytest.approx(1)
+    assert ordinary[0]["share"] == told["exact_share"]
+    assert sum(row["tokens"] for row in told["coverage_table"]) == token_table(byte_bpe).size
     assert describe(Projection.load(file), file)["rows"] == token_table(byte_bpe).size
     broken = Projection.load(file)
     torch.save({"indices": broken.indices * 0 - 1, "likelihoods": broken.likelihoods}, tmp_path / "empty.pt")
@@ -203,9 +263,22 @@ def test_command_line(tmp_path, capsys, byte_bpe, unigram) -> None:
     student, teacher, file = (str(tmp_path / name) for name in ("s", "t", "p.safetensors"))
     built = run(capsys, "project", "build", student, teacher, "-o", file, "--json")
     assert {"rows", "exact", "entries", "path"} <= set(built)
+    with pytest.raises(SystemExit) as left:
+        main(["project", "build", student, teacher, "-o", str(tmp_path)])
+    assert left.value.code == 2
+    assert "is a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["project", "build", student, teacher, "-o", file])
+    assert "splitting the teacher's tokens" in capsys.readouterr().err
     assert run(capsys, "project", "show", file, "--json")["exact"] == built["exact"]
     checked = run(capsys, "project", "check", file, student, teacher, "--json")
     assert {"ok", "coverage", "exact_share", "worst"} <= set(checked)
+    with pytest.raises(SystemExit):
+        main(["project", "check", file, student, teacher])
+    shown = capsys.readouterr().out
+    for words in ("covered by", "one teacher token of equal bytes", "worst", "share"):
+        assert words in shown
+    assert "{'" not in shown
     with pytest.raises(SystemExit) as left:
         main(["project", "check", file, teacher, student, "--json"])
     assert left.value.code == 2

@@ -100,7 +100,9 @@ class SharedLogitsBuffer:
 
     def write(self, logits: Float[Tensor, "B T V"]) -> None:
         """Copy a step's logits into the first rows; they may be shorter and narrower than the buffer."""
-        fits = all(given <= room for given, room in zip(logits.shape, self.logits.shape, strict=True))
+        fits = logits.ndim == 3 and all(
+            given <= room for given, room in zip(logits.shape, self.logits.shape, strict=True)
+        )
         if not fits or logits.dtype != self.logits.dtype:
             raise ValueError(
                 f"logits {tuple(logits.shape)} {logits.dtype} were written to a buffer of {tuple(self.logits.shape)} "
@@ -131,7 +133,11 @@ def attach_logits(handle: Mapping[str, Any]) -> Tensor:
     """
     shape, dtype = _read_handle(handle)
     key = (tuple(handle["process"]), handle["generation"])
-    _check_alive(handle)
+    try:
+        _check_alive(handle)
+    except DeadProducerError:
+        _ATTACHED.pop(key, None)  # its memory is freed once nobody maps it
+        raise
     if key not in _ATTACHED:
         label = _opened(handle, _attach_cpu, handle["generation_storage"], (_LABEL_SIZE,), torch.int64)
         _check_label(handle, label, shape, dtype)

@@ -20,15 +20,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-Missing = Literal["tail_bucket", "renormalise"]
-Form = Literal["dense", "topk", "shared", "observed"]
+from spanwise.teachers.score_rows import Missing, pick, pick_listed, pieces, spread
+from spanwise.teachers.softmax import safe_log_softmax, tempered
 
-# Rows of logits are read in pieces of about this many elements, so that a full-vocabulary float32 copy never exists.
-PIECE_ELEMENTS = 1 << 22
-ACCELERATOR_PIECE_ELEMENTS = 1 << 26
+Form = Literal["dense", "topk", "shared", "observed"]
 
 
 @dataclass(frozen=True)
@@ -150,19 +148,43 @@ class TeacherScores:
         self.at_temperature(temperature)
         if self.logits is not None:
             self.check_width(width)
-            return safe_log_softmax(_pick(self.logits, rows, width).div_(temperature))
+            return safe_log_softmax(tempered(pick(self.logits, rows, width), temperature))
         if self.top_ids is None or self.top_logp is None or self.log_tail is None:
             raise ValueError(
                 f"a loss over the whole vocabulary was given teacher scores of the form '{self.form}'; expected dense "
                 "or top-k scores. The teacher was probably asked for another loss. Fix: ask it for logits or top-k, "
                 "or use the loss this form is for (shared: projected_kl, observed: alm)."
             )
-        ids = _pick_integers(self.top_ids, rows)
-        logp = _pick(self.top_logp, rows)
-        tail = _pick(self.log_tail[..., None], rows).squeeze(1)
-        if bool((ids >= width).any()):
-            raise ValueError(_beyond(int(ids.max()), width))
-        return _spread(ids, logp, tail, width, missing)
+        return spread(*pick_listed(self.top_ids, self.top_logp, self.log_tail, rows, width), width, missing)
+
+    def listed_at(
+        self, rows: Int[Tensor, " N"], width: int
+    ) -> tuple[Int64[Tensor, "N K"], Float[Tensor, "N K"], Float[Tensor, " N"]]:
+        """What top-k scores say about some positions: ids (-1 where there is no mass), their mass, that of all others.
+
+        Args:
+            rows: positions counted through the batch (row · T + position).
+            width: the tokenizer's size; ids beyond it are refused.
+        """
+        if self.top_ids is None or self.top_logp is None or self.log_tail is None:
+            raise ValueError(
+                f"listed tokens were asked of teacher scores of the form '{self.form}'; expected top-k scores. Fix: "
+                "scores.topk(k), or log_probabilities(…) for dense ones."
+            )
+        ids, logp, tail = pick_listed(self.top_ids, self.top_logp, self.log_tail, rows, width)
+        mass = logp.exp().masked_fill(ids < 0, 0.0)
+        return ids.masked_fill(mass <= 0, -1), mass, tail.exp()
+
+    def columns_at(self, rows: Int[Tensor, " N"], ids: Int[Tensor, " k"]) -> Float[Tensor, "N k"]:
+        """Some logits of some positions (row · T + position), float32 (float64 for float64 scores)."""
+        logits = self._dense("columns_at").detach()
+        length, width = logits.shape[1:]
+        if logits.is_contiguous():
+            place = (rows[:, None] * width + ids).view(-1)
+            picked = logits.view(-1).index_select(0, place).view(len(rows), len(ids))
+        else:
+            picked = logits[(rows // length)[:, None], (rows % length)[:, None], ids]
+        return picked.to(torch.promote_types(logits.dtype, torch.float32))
 
     def check_width(self, width: int) -> None:
         """Refuse a dense head narrower than the teacher's tokenizer (a wider one is cut where it is read)."""
@@ -184,14 +206,19 @@ class TeacherScores:
         logits = self._dense("topk")
         width = logits.shape[-1] if width is None else width
         self.check_width(width)
+        if k < 1:
+            raise ValueError(
+                f"the {k} likeliest tokens were asked of teacher scores; expected at least 1. It was probably set to 0 "
+                "to switch the limit off. Fix: use the dense scores as they are."
+            )
         rows, length = logits.shape[:2]
         k = min(k, width)
         compute = torch.promote_types(logits.dtype, torch.float32)
         ids = torch.empty(rows * length, k, dtype=torch.long, device=logits.device)
         logp = torch.empty(rows * length, k, dtype=compute, device=logits.device)
         tail = torch.empty(rows * length, dtype=compute, device=logits.device)
-        for piece in _pieces(rows * length, width, logits.device):
-            log_probabilities = safe_log_softmax(_pick(logits, piece, width).div_(temperature))
+        for piece in pieces(rows * length, width, logits.device):
+            log_probabilities = safe_log_softmax(tempered(pick(logits, piece, width), temperature))
             logp[piece], ids[piece] = log_probabilities.topk(k, dim=-1)
             tail[piece] = log_probabilities.scatter_(1, ids[piece], -torch.inf).logsumexp(-1)
         return replace(
@@ -231,6 +258,11 @@ class TeacherScores:
         if self.observed_logp is not None and temperature == self.temperature:
             return self.observed_logp
         self.at_temperature(temperature)
+        if tuple(input_ids.shape) != self.shape:
+            raise ValueError(
+                f"input_ids are {tuple(input_ids.shape)} and the teacher scores {self.shape}; expected equal shapes. "
+                "They are probably the student's, or of another batch. Fix: pass the teacher's tokens of this batch."
+            )
         following = torch.zeros_like(input_ids)
         following[:, :-1] = input_ids[:, 1:]
         if self.top_ids is not None and self.top_logp is not None:
@@ -241,11 +273,17 @@ class TeacherScores:
         logits = self._dense("observed")
         width = logits.shape[-1] if width is None else width
         self.check_width(width)
+        smallest, largest = (int(following.min()), int(following.max())) if following.numel() else (0, 0)
+        if smallest < 0 or largest >= width:
+            raise ValueError(
+                f"input_ids run from {smallest} to {largest:,} and the teacher scores {width:,} tokens; expected ids "
+                "from 0 to below that. They are probably the student's, or labels. Fix: pass the teacher's own tokens."
+            )
         result = torch.zeros(
             following.numel(), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device
         )
-        for piece in _pieces(following.numel(), width, logits.device):
-            log_probabilities = safe_log_softmax(_pick(logits, piece, width).div_(temperature))
+        for piece in pieces(following.numel(), width, logits.device):
+            log_probabilities = safe_log_softmax(tempered(pick(logits, piece, width), temperature))
             result[piece] = log_probabilities.gather(1, following.reshape(-1)[piece, None]).squeeze(1)
         result = result.view(following.shape)
         result[:, -1] = 0.0
@@ -269,10 +307,15 @@ class TeacherScores:
         """
         logits = self._dense("with_statistics")
         width = logits.shape[-1] if width is None else width
+        if word_start is not None and len(word_start) < width:
+            raise ValueError(
+                f"word_start marks {len(word_start):,} tokens and the teacher scores {width:,}; expected a mark for "
+                "each. It was probably made for the student. Fix: make it from the teacher's tokenizer."
+            )
         observed = replace(self, observed_logp=None).observed(input_ids, temperature=temperature, width=width)
         entropy, largest, mass = (torch.zeros_like(observed).view(-1) for _ in range(3))
-        for piece in _pieces(entropy.numel(), width, logits.device):
-            log_probabilities = safe_log_softmax(_pick(logits, piece, width).div_(temperature))
+        for piece in pieces(entropy.numel(), width, logits.device):
+            log_probabilities = safe_log_softmax(tempered(pick(logits, piece, width), temperature))
             largest[piece] = log_probabilities.amax(-1).exp()
             probabilities = log_probabilities.exp()
             if word_start is not None:
@@ -316,62 +359,3 @@ class TeacherScores:
                 "expected one document per row. The batch is packed. Fix: slice before packing, or slice the dense "
                 "scores."
             )
-
-
-def safe_log_softmax(logits: Float[Tensor, "N V"]) -> Float[Tensor, "N V"]:
-    """Log-softmax over the last dimension; a row of nothing but -inf stays -inf instead of turning into NaN. In
-    place."""
-    total = torch.logsumexp(logits, dim=-1, keepdim=True)
-    return logits.sub_(total.masked_fill(total == -torch.inf, 0.0))
-
-
-def _pick(values: Float[Tensor, "B T X"], rows: Int[Tensor, " N"], width: int | None = None) -> Float[Tensor, "N Y"]:
-    """Some positions as a fresh float32 (float64 stays) matrix, cut to ``width``; O(N·width) whatever the strides."""
-    length = values.shape[1]
-    kept = values if width is None else values[..., :width]
-    picked = kept[rows // length, rows % length]
-    return picked.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def _pick_integers(values: Int[Tensor, "B T X"], rows: Int[Tensor, " N"]) -> Int[Tensor, "N X"]:
-    length = values.shape[1]
-    return values[rows // length, rows % length].long()
-
-
-def piece_rows(width: int, device: torch.device) -> int:
-    """How many rows of logits are read at a time; many more where every launch costs."""
-    elements = PIECE_ELEMENTS if device.type == "cpu" else ACCELERATOR_PIECE_ELEMENTS
-    return max(1, elements // max(width, 1))
-
-
-def _pieces(count: int, width: int, device: torch.device) -> list[Tensor]:
-    step = piece_rows(width, device)
-    return list(torch.arange(count, device=device).split(step)) if count else []
-
-
-def _spread(
-    ids: Int[Tensor, "N K"], logp: Float[Tensor, "N K"], tail: Float[Tensor, " N"], width: int, missing: Missing
-) -> Float[Tensor, "N width"]:
-    listed = ids >= 0
-    logp = logp.masked_fill(~listed, -torch.inf)
-    if missing == "renormalise":
-        logp = safe_log_softmax(logp)
-        filler = torch.full_like(tail, -torch.inf)
-    elif missing == "tail_bucket":
-        unlisted = (width - listed.sum(-1)).to(tail.dtype)
-        filler = torch.where(unlisted > 0, tail - unlisted.clamp(min=1).log(), torch.full_like(tail, -torch.inf))
-    else:
-        raise ValueError(
-            f"missing={missing!r} says what to do with the mass that top-k scores left out; expected 'tail_bucket' or "
-            "'renormalise'. It is probably misspelt. Fix: pass one of the two."
-        )
-    full = filler[:, None].expand(-1, width + 1).clone()
-    return full.scatter_(1, torch.where(listed, ids, width), logp)[:, :width]
-
-
-def _beyond(largest: int, width: int) -> str:
-    return (
-        f"the teacher's top-k names token {largest:,} and its side of the vocabulary ends at {width - 1:,}; expected "
-        "ids below the tokenizer's size. The scores were probably taken from a padded head or by another teacher. "
-        "Fix: cut the head to the tokenizer before taking the top-k, or rebuild the projection for this teacher."
-    )

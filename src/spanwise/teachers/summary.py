@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from spanwise.teachers.scores import TeacherScores, piece_rows
+from spanwise.teachers.score_rows import piece_rows
+from spanwise.teachers.scores import TeacherScores
 from spanwise.teachers.teacher import ScoreRequest
 
 

@@ -42,7 +42,7 @@ def chunk_average_log_probs(
             "expected ids from -1 (no chunk) to max_chunks - 1. The ids probably belong to another batch. Fix: pass "
             "max_chunks=alignment.pair_valid.shape[1]."
         )
-    batch, _, width = log_probs.shape
+    batch, length, width = log_probs.shape
     compute = torch.promote_types(log_probs.dtype, torch.float32)
     with torch.autocast(log_probs.device.type, enabled=False):
         # One bucket more than asked, for the positions of no chunk.
@@ -50,7 +50,7 @@ def chunk_average_log_probs(
         row = torch.arange(batch, device=place.device)[:, None]
         flat = (row * (max_chunks + 1) + place).reshape(-1)
         sums = torch.zeros(batch * (max_chunks + 1), width, dtype=compute, device=log_probs.device)
-        sums = sums.index_add(0, flat, log_probs.reshape(-1, width).to(compute))
+        sums = sums.index_add(0, flat, log_probs.reshape(batch * length, width).to(compute))
         sizes = torch.bincount(flat, minlength=batch * (max_chunks + 1)).to(compute)
         sizes = sizes.view(batch, max_chunks + 1)[:, :max_chunks]
         means = sums.view(batch, max_chunks + 1, width)[:, :max_chunks] / sizes.clamp(min=1.0)[..., None]

@@ -62,6 +62,14 @@ def rebuild_teacher_full_logits_from_ipc(data: Mapping[str, Any]) -> Tensor:
             "asked for shared logits. Fix: data['teacher_full_logits_ipc'] = buffer.sample_handles() of a "
             "SharedLogitsBuffer."
         )
+    lacking = {
+        name for sample in samples for name in ("rank_logits_ipc", "sample_idx_within_rank") if name not in sample
+    }
+    if lacking:
+        raise ValueError(
+            f"some teacher_full_logits_ipc entries lack {', '.join(sorted(lacking))}; expected both in each. The "
+            "buffer's own handle was probably repeated. Fix: data['teacher_full_logits_ipc'] = buffer.sample_handles()."
+        )
     rows = [int(sample["sample_idx_within_rank"]) for sample in samples]
     first = samples[0]["rank_logits_ipc"]
     logits = attach_logits(first)

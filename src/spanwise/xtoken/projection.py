@@ -12,11 +12,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
+
+from spanwise.xtoken.exact_map import exact_token_map
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ class Projection:
                 "tokens; expected ids below that. It was probably built with another tokenizer. Rebuild it: spanwise "
                 "project build STUDENT TEACHER -o FILE."
             )
+        weight = self.likelihoods.masked_fill(self.indices < 0, 0.0)
+        if bool(((weight < 0) | ~weight.isfinite()).any()):
+            raise ValueError(
+                "the projection holds weights that are negative, infinite or NaN; expected shares of a token. It was "
+                "probably trained or damaged. Rebuild it: spanwise project build STUDENT TEACHER -o FILE."
+            )
 
     @property
     def student_vocab_size(self) -> int:
@@ -69,7 +78,27 @@ class Projection:
         )
 
     def entries(self) -> Entries:
-        """COO form: empty slots dropped, duplicates added."""
+        """COO form: empty slots dropped, duplicates added. Made once."""
+        return self._entries
+
+    def token_map(self, *, relaxed: bool = False) -> dict[str, Int64[Tensor, " n"]]:
+        """Which student token is which teacher token (``exact_map.py``), strict or relaxed. Made once."""
+        return self._relaxed_map if relaxed else self._strict_map
+
+    @cached_property
+    def _strict_map(self) -> dict[str, Tensor]:
+        return exact_token_map(
+            self.indices, self.likelihoods, xtoken_loss=False, teacher_vocab_size=self.teacher_vocab_size
+        )
+
+    @cached_property
+    def _relaxed_map(self) -> dict[str, Tensor]:
+        return exact_token_map(
+            self.indices, self.likelihoods, xtoken_loss=True, teacher_vocab_size=self.teacher_vocab_size
+        )
+
+    @cached_property
+    def _entries(self) -> Entries:
         row, slot = (self.indices >= 0).nonzero(as_tuple=True)
         return coalesce(row, self.indices[row, slot], self.likelihoods[row, slot], self.teacher_vocab_size)
 

@@ -11,7 +11,7 @@ import torch
 from spanwise.spans.table import TokenTable, token_table
 from spanwise.xtoken.projection import Projection
 from spanwise.xtoken.projection_build import build_projection
-from spanwise.xtoken.projection_file import load_projection
+from spanwise.xtoken.projection_file import check_target, load_projection
 
 SHOWN = 10
 
@@ -33,6 +33,7 @@ def build_and_save(student: Any, teacher: Any, path: str | os.PathLike[str], *, 
     def progress(words: str) -> None:
         sys.stderr.write(f"{words}\n")
 
+    check_target(path)
     projection = build_projection(student, teacher, top_k=top_k, progress=progress)
     projection.save(path)
     return describe(projection, path)
@@ -43,17 +44,12 @@ def check_projection(path: str | os.PathLike[str], student: Any, teacher: Any) -
 
     Returns:
         ``ok`` (every pair of byte-equal tokens is an exact row), ``coverage`` (share of the student's ordinary tokens
-        with an entry), ``exact_share`` (share with an exact row), ``worst`` (the rows that resemble their token least,
-        with examples) and ``missed`` (byte-equal tokens without an exact row).
+        with an entry), ``exact_share`` (share with an exact row), ``missed`` (byte-equal tokens without an exact row),
+        ``coverage_table`` (how many tokens of each kind are covered in which way) and ``worst`` (the rows that resemble
+        their token least, with examples).
     """
     projection = load_projection(path, student=student, teacher=teacher)
     near, far = token_table(student), token_table(teacher)
-    if projection.student_vocab_size < near.size or projection.teacher_vocab_size > far.size:
-        raise ValueError(
-            f"the projection '{path}' is {projection.student_vocab_size:,} × {projection.teacher_vocab_size:,} and "
-            f"the tokenizers have {near.size:,} and {far.size:,} tokens; expected all student rows and no teacher id "
-            f"beyond. It was built for other tokenizers. Rebuild it: spanwise project build STUDENT TEACHER -o {path}"
-        )
     ordinary = near.known & ~near.special & (near.lengths > 0)
     filled = (projection.indices[: near.size] >= 0).any(-1)
     exact = torch.zeros(projection.student_vocab_size, dtype=torch.bool)
@@ -62,13 +58,42 @@ def check_projection(path: str | os.PathLike[str], student: Any, teacher: Any) -
     by_bytes = {far.bytes_of(j) for j in range(far.size) if usable[j]}
     missed = [i for i in (ordinary & ~exact[: near.size]).nonzero().squeeze(1).tolist() if near.bytes_of(i) in by_bytes]
     total = max(1, int(ordinary.sum()))
+    exact = exact[: near.size]
     return {
         "ok": not missed,
         "coverage": int((ordinary & filled).sum()) / total,
-        "exact_share": int((ordinary & exact[: near.size]).sum()) / total,
-        "worst": _worst(projection, near, far, ordinary & ~exact[: near.size]),
+        "exact_share": int((ordinary & exact).sum()) / total,
         "missed": len(missed),
+        "coverage_table": _table(near, ordinary, exact, (projection.indices[: near.size] >= 0).sum(-1)),
+        "worst": _worst(projection, near, far, ordinary & ~exact),
     }
+
+
+def _table(
+    near: TokenTable, ordinary: torch.Tensor, exact: torch.Tensor, entries: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Tokens by how they are covered, each with its share of the kind (ordinary or special)."""
+    out: list[dict[str, Any]] = []
+    special = near.special
+    for kind, among, words in (
+        ("ordinary", ordinary, ("one teacher token of equal bytes", "one other teacher token")),
+        ("special", special, ("one of equal role or name", "one other teacher token")),
+    ):
+        ways = {
+            words[0]: exact,
+            words[1]: ~exact & (entries == 1),
+            "2 teacher tokens": entries == 2,
+            "3 or more": entries >= 3,
+            "none": entries == 0,
+        }
+        counted = {way: int((among & which).sum()) for way, which in ways.items()}
+        total = sum(counted.values())
+        out += [
+            {"student tokens": kind, "covered by": way, "tokens": count, "share": count / total}
+            for way, count in counted.items()
+            if count
+        ]
+    return out
 
 
 def _worst(projection: Projection, near: TokenTable, far: TokenTable, candidates: torch.Tensor) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Losses for distillation across tokenizers, as plain functions on tensors.
 
-Every loss is called ``loss(student_logits, scores, alignment, …, scale=None)`` and returns
-:class:`~spanwise.loss_parts.LossParts`: a sum, a count and metrics. Entry t of all logits speaks about token t + 1;
-nothing is shifted by the caller.
+Every loss is called ``loss(student_logits, scores, alignment, …, scale=None)`` (``next_token_ce``, which needs no
+teacher, takes the ids in their place) and returns :class:`~spanwise.loss_parts.LossParts`: a sum, a count and metrics.
+Entry t of all logits speaks about token t + 1; nothing is shifted by the caller.
 
 **Counts before floats.** What a loss counts follows from integers, so that a trainer can reduce it over micro-batches
 and ranks before the first forward pass and hand each loss ``scale = weight / global count``:

@@ -23,15 +23,17 @@ from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.teachers.scores import TeacherScores
+from spanwise.teachers.softmax import safe_log_softmax
 from spanwise.xtoken.alignment import AlignmentBatch
-from spanwise.xtoken.losses.checks import check_scores, check_temperature, chosen_plan
+from spanwise.xtoken.losses.checks import check_ids, check_scores, check_temperature, chosen_plan
 from spanwise.xtoken.losses.plan import ChunkPlan
 from spanwise.xtoken.losses.rows import Tile, make_tiles, over_logits
 
 Difference = Literal["forward", "reverse", "abs"]
 EPSILON = 1e-6
-# A token that truncated scores do not list counts as this unlikely.
+# A token that truncated scores do not list counts as this unlikely, and one that the student cannot produce as this.
 LEAST_LOG = -80.0
+STUDENTS_LEAST_LOG = -1e4
 
 
 class AlmRows:
@@ -51,7 +53,7 @@ class AlmRows:
     ) -> None:
         self.plan, self.teacher_logp, self.width = plan, teacher_logp, width
         self.word_start, self.temperature, self.difference, self.factor = word_start, temperature, difference, factor
-        self.repeats = word_start is not None
+        self.repeats, self.shape = word_start is not None, plan.lengths[:2]
         self.rows, self.targets, self.chunk, starts = (
             plan.student.rows,
             targets,
@@ -76,9 +78,9 @@ class AlmRows:
         chunk = self.chunk[span] - tile.first_unit
         targets = self.targets[span, None]
         weight = self.plan.weight[tile.first_unit : tile.last_unit].to(logits.dtype)
-        total = logits.logsumexp(-1, keepdim=True)
-        read = (logits.gather(1, targets.clamp(min=0)) - total).squeeze(1)
-        p = logits.sub_(total).exp_() if gradient or self.word_start is not None else logits
+        logp = safe_log_softmax(logits)
+        read = logp.gather(1, targets.clamp(min=0)).squeeze(1)
+        p = logp.exp_() if gradient or self.word_start is not None else logp
         mass = None
         if self.word_start is not None:
             mass = p[:, self.word_start].sum(-1).clamp(min=torch.finfo(p.dtype).tiny)
@@ -96,7 +98,7 @@ class AlmRows:
                 p.mul_(1 - (self.word_start.to(p.dtype) / mass[:, None]) * ends)
                 p.scatter_add_(1, targets.clamp(min=0), ends - 1)
             else:
-                p.scatter_add_(1, targets, torch.full_like(total, -1.0))
+                p.scatter_add_(1, targets, torch.full_like(coefficient, -1.0))
             p.mul_(-coefficient)
         return (loss * weight).sum(dtype=torch.float64) * self.factor
 
@@ -105,8 +107,8 @@ def bernoulli(s: Float[Tensor, " C"], t: Float[Tensor, " C"], difference: Differ
     """Divergence of two Bernoulli variables with log-probabilities ``s`` (student) and ``t``, and its slope in
     ``s``."""
     limit = torch.log1p(torch.tensor(-EPSILON, dtype=torch.float64)).item()
-    inside = s < limit
-    s, t = s.clamp(max=limit), t.clamp(min=LEAST_LOG, max=limit)
+    inside = (s < limit) & (s > STUDENTS_LEAST_LOG)
+    s, t = s.clamp(min=STUDENTS_LEAST_LOG, max=limit), t.clamp(min=LEAST_LOG, max=limit)
     p, q = s.exp(), t.exp()
     if difference == "abs":
         return (p - q).abs(), torch.where(inside, (p - q).sign() * p, 0.0)
@@ -210,7 +212,19 @@ def alm(
     check_temperature(temperature)
     check_scores(scores, plan.lengths[0], plan.lengths[2])
     width = student_logits.shape[-1] if student_vocab_size is None else student_vocab_size
+    if tuple(student_input_ids.shape) != plan.lengths[:2]:
+        raise ValueError(
+            f"student_input_ids are {tuple(student_input_ids.shape)} and the alignment's student side is "
+            f"{plan.lengths[:2]}; expected equal shapes. They probably belong to another batch. Fix: pass the ids that "
+            "were aligned."
+        )
     targets = student_input_ids.reshape(-1)[plan.student.rows + 1].long()
+    check_ids(targets, width, "student")
+    if word_start is not None and len(word_start) < width:
+        raise ValueError(
+            f"word_start marks {len(word_start):,} tokens and the student scores {width:,}; expected a mark for each. "
+            "It was probably made for the teacher. Fix: make it from the student's tokenizer."
+        )
     loss = AlmRows(
         plan,
         _chunk_logp(plan, scores, teacher_input_ids, debias=word_start is not None),
@@ -233,8 +247,15 @@ def _chunk_logp(plan: ChunkPlan, scores: TeacherScores, teacher_input_ids: Tenso
             "teacher was probably asked for its top-k alone. Fix: ask it for the observed tokens' log-probabilities, "
             "or pass the ids."
         )
-    observed = scores.observed_logp if scores.observed_logp is not None else scores.observed(_given(teacher_input_ids))
-    observed = observed.reshape(-1)
+    at_one = scores.temperature == 1.0
+    if not at_one and (debias or scores.logits is None or teacher_input_ids is None):
+        raise ValueError(
+            f"alm was given {scores.form} teacher scores taken at temperature {scores.temperature:g}; expected 1, as "
+            "it raises the likelihoods of whole chunks to 1/τ itself. The teacher was probably asked at the loss's "
+            "temperature. Fix: ask it at temperature 1; the loss keeps its own."
+        )
+    ready = scores.observed_logp if at_one else None
+    observed = (ready if ready is not None else scores.observed(_given(teacher_input_ids))).reshape(-1)
     chunks = torch.zeros(plan.chunks, dtype=torch.promote_types(observed.dtype, torch.float32), device=observed.device)
     chunks.index_add_(0, plan.teacher.chunk, observed[plan.teacher.rows].to(chunks.dtype))
     if debias:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+from jaxtyping import Int, Int64
 from torch import Tensor
 
 from spanwise.teachers.scores import TeacherScores
@@ -21,13 +24,36 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-def check_scores(scores: TeacherScores, batch: int, length: int) -> None:
-    """Refuse teacher scores of another shape than the alignment's teacher side."""
+def check_scores(scores: Any, batch: int, length: int) -> None:
+    """Refuse what are no teacher scores, and scores of another shape than the alignment's teacher side."""
+    if not isinstance(scores, TeacherScores):
+        raise ValueError(
+            f"a {type(scores).__name__} was given as the teacher's scores; expected TeacherScores. Its logits were "
+            "probably passed as they are. Fix: TeacherScores(logits=teacher_logits)."
+        )
     if scores.shape != (batch, length):
         raise ValueError(
             f"the teacher scores are {scores.shape[0]} × {scores.shape[1]} and the alignment's teacher side is "
             f"{batch} × {length}; expected equal shapes. The scores probably belong to another batch or teacher, or "
             "the batch was sliced after scoring. Fix: slice scores and batch alike (TeacherScores.slice)."
+        )
+
+
+def check_ids(ids: Int[Tensor, " n"], width: int, side: str) -> None:
+    """Refuse token ids that a side does not score; on an accelerator they would end the process."""
+    if not len(ids):
+        return
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < 0:
+        raise ValueError(
+            f"the {side}'s tokens hold {smallest}; expected ids from 0. Labels in which -100 marks what is not trained "
+            "on were probably passed. Fix: pass the ids of the batch, and mask=… for what is trained on."
+        )
+    if largest >= width:
+        raise ValueError(
+            f"the text holds token {largest:,} and the {side} scores {width:,} tokens; expected ids below that. The "
+            f"tokens were probably made by another tokenizer. Fix: tokenize with the {side}'s, or resize its "
+            "embeddings."
         )
 
 
@@ -53,10 +79,32 @@ def chosen_plan(
     return plan.correct_only() if exact_token_match_only else plan
 
 
+def token_map_of(
+    projection: Projection | Mapping[str, Int64[Tensor, " n"]], *, relaxed: bool
+) -> Mapping[str, Int64[Tensor, " n"]]:
+    """The exact map of a projection; the four tensors of ``build_exact_token_map`` as they are."""
+    if isinstance(projection, Projection):
+        return projection.token_map(relaxed=relaxed)
+    parts = ("common_student", "common_teacher", "uncommon_student", "uncommon_teacher")
+    if isinstance(projection, Mapping) and all(isinstance(projection.get(name), Tensor) for name in parts):
+        return projection
+    raise ValueError(
+        f"a {type(projection).__name__} was given to pair the vocabularies; expected a Projection, or the mapping of "
+        f"{', '.join(parts)} that build_exact_token_map returns. A matrix carries no exact map, and a teacher with the "
+        "student's tokenizer needs none. Fix: Projection.load(FILE), or same_vocab_kl for one tokenizer."
+    )
+
+
 def projection_of(projection: Projection | Tensor) -> Projection:
     """A Projection as it is; a sparse [Vs, Vt] tensor as one."""
     if isinstance(projection, Projection):
         return projection
+    if not isinstance(projection, Tensor):
+        raise ValueError(
+            f"a {type(projection).__name__} was given as a projection; expected a Projection or a sparse COO tensor. "
+            "Teacher and student probably share a tokenizer, or a path was passed. Fix: same_vocab_kl needs no "
+            "projection; else Projection.load(FILE)."
+        )
     if not projection.is_sparse:
         raise ValueError(
             f"a {projection.layout} tensor was given as a projection; expected a Projection or a sparse COO tensor. A "

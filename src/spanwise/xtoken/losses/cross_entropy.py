@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
+from spanwise.teachers.softmax import safe_log_softmax
+from spanwise.xtoken.losses.checks import check_ids
 from spanwise.xtoken.losses.plan import TokenPlan, plan_tokens
 from spanwise.xtoken.losses.rows import Tile, over_logits, row_tiles
 
@@ -23,14 +25,8 @@ class CrossEntropyRows:
     repeats = False
 
     def __init__(self, plan: TokenPlan, width: int, factor: float) -> None:
-        largest = int(plan.targets.max()) if len(plan.targets) else -1
-        if largest >= width:
-            raise ValueError(
-                f"the text holds token {largest:,} and the student scores {width:,} tokens; expected ids below that. "
-                "The tokens were probably made by another tokenizer. Fix: tokenize with the student's, or resize its "
-                "embeddings."
-            )
-        self.plan, self.rows, self.width, self.factor = plan, plan.rows, width, factor
+        check_ids(plan.targets, width, "student")
+        self.plan, self.rows, self.shape, self.width, self.factor = plan, plan.rows, plan.shape, width, factor
         self.tiles = row_tiles(len(plan.rows), width, plan.rows.device)
         self.correct = plan.weight.new_zeros(())
 
@@ -39,12 +35,13 @@ class CrossEntropyRows:
         span = slice(tile.first_row, tile.last_row)
         targets = self.plan.targets[span, None]
         weight = self.plan.weight[span, None].to(logits.dtype)
-        total = logits.logsumexp(-1, keepdim=True)
-        aimed = logits.gather(1, targets)
-        loss = ((total - aimed) * weight).sum(dtype=torch.float64)
-        self.correct = self.correct + ((logits.amax(-1, keepdim=True) == aimed) * weight).sum()
+        # Before the logarithm, which may round two logits to one.
+        self.correct = self.correct + ((logits.amax(-1, keepdim=True) == logits.gather(1, targets)) * weight).sum()
+        logp = safe_log_softmax(logits)
+        aimed = logp.gather(1, targets)
+        loss = -(aimed * weight).sum(dtype=torch.float64)
         if gradient:
-            logits.sub_(total).exp_().scatter_add_(1, targets, torch.full_like(aimed, -1.0)).mul_(weight * self.factor)
+            logp.exp_().scatter_add_(1, targets, torch.full_like(aimed, -1.0)).mul_(weight * self.factor)
         return loss * self.factor
 
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 from spanwise.loss_parts import nothing_counted
 from spanwise.xtoken.losses.cross_entropy import CrossEntropyRows
 from spanwise.xtoken.losses.head import Head
-from spanwise.xtoken.losses.rows import RowLoss, Tile, hand_out, row_tiles, versions
+from spanwise.xtoken.losses.rows import RowLoss, Tile, check_batch, hand_out, row_tiles, versions
 
 
 def fused(hidden: Float[Tensor, "B S H"], head: Head, loss: RowLoss) -> Float[Tensor, ""]:
@@ -36,6 +36,7 @@ def fused(hidden: Float[Tensor, "B S H"], head: Head, loss: RowLoss) -> Float[Te
         loss: a RowLoss (``projected_rows``, ``gold_rows``, ``prefix_rows``, ``CrossEntropyRows``,
             :func:`together`), already given its scale.
     """
+    check_batch("hidden states", hidden, loss)
     if len(head.weight) < loss.width:
         raise ValueError(
             f"the student's head scores {len(head.weight):,} tokens and its tokenizer has {loss.width:,}; expected a "
@@ -55,6 +56,11 @@ class TogetherRows:
     """A divergence and cross entropy over the same logits; its total is the sum of both."""
 
     def __init__(self, divergence: RowLoss, cross_entropy: CrossEntropyRows) -> None:
+        if divergence.shape != cross_entropy.shape:
+            raise ValueError(
+                f"losses planned for {divergence.shape} and {cross_entropy.shape} (rows, tokens) were put together; "
+                "expected one batch. One of the plans probably belongs to another. Fix: plan both from one batch."
+            )
         if divergence.repeats or divergence.width != cross_entropy.width:
             raise ValueError(
                 f"losses of widths {divergence.width:,} and {cross_entropy.width:,} were put together (one reads rows "
@@ -62,6 +68,7 @@ class TogetherRows:
                 "tokenizer's size, or evaluate them one after the other."
             )
         self.divergence, self.width, self.repeats = divergence, divergence.width, False
+        self.shape = divergence.shape
         tokens = cross_entropy.plan.rows
         largest = int(torch.cat([tokens, divergence.rows]).max()) + 1 if len(tokens) + len(divergence.rows) else 0
         place = torch.full((largest,), -1, dtype=torch.long, device=tokens.device)
@@ -121,13 +128,16 @@ class _OverHead(torch.autograd.Function):
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         device = flat.device.type
         product = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        if product == torch.float16:
+            # Gradients are made here, before a scaler could lift them into float16's range.
+            product = torch.float32
         tensors = [None if t is None else t.detach() for t in (weight, bias, lora_a, lora_b)]
         work = _HeadPass(flat.to(product), [None if t is None else t.to(product) for t in tensors], head, loss)
         with torch.no_grad(), torch.autocast(device, enabled=False):
             total = work.run(wanted)
         shapes = [hidden, weight, bias, lora_a, lora_b]
         ctx.gradients = [
-            None if g is None or t is None else g.to(t.dtype).view(t.shape)
+            None if g is None or t is None else (g if t.dtype == torch.float16 else g.to(t.dtype)).view(t.shape)
             for g, t in zip(work.gradients, shapes, strict=True)
         ]
         ctx.versions = versions(ctx.gradients)

@@ -1,8 +1,8 @@
 """Gold and H-KL: KL over the tokens both vocabularies have, sorted L1 over those they have not.
 
-Chunk means of full log-probabilities on both sides. The mean log-probability is the mean logit minus the mean
-log-sum-exp, so the average runs over logits once; the tails need only their largest entries, found on the mean logits
-themselves. Backward is closed: with g the slope of a chunk mean, dz = (g - softmax(z)·Σg) / (n·τ).
+Chunk means of full log-probabilities on both sides, by segment sums instead of a one-hot product; the tails need only
+their largest entries, found on the means themselves. Backward is closed: with g the slope of a chunk mean,
+dz = (g - softmax(z)·Σg) / (n·τ).
 
 The KL over the common tokens is not normalised (their mass need not be 1 on either side), so it may be negative. A pair
 with -inf on either side cannot be compared and contributes nothing to it.
@@ -23,9 +23,10 @@ from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.teachers.scores import Missing, TeacherScores
+from spanwise.teachers.softmax import safe_log_softmax, tempered
 from spanwise.xtoken.alignment import AlignmentBatch
-from spanwise.xtoken.exact_map import exact_token_map
-from spanwise.xtoken.losses.checks import check_scores, check_temperature, chosen_plan
+from spanwise.xtoken.losses.checks import check_scores, check_temperature, chosen_plan, token_map_of
+from spanwise.xtoken.losses.largest import largest, largest_values
 from spanwise.xtoken.losses.plan import ChunkPlan
 from spanwise.xtoken.losses.rows import Tile, chunk_rows, make_tiles, over_logits, segment_sum
 from spanwise.xtoken.projection import Projection
@@ -48,17 +49,22 @@ class GoldRows:
         missing: Missing = "tail_bucket",
         factor: float = 1.0,
     ) -> None:
+        if uncommon_topk < 0:
+            raise ValueError(
+                f"uncommon_topk is {uncommon_topk}; expected 0 or more. It was probably set to -1 to switch the limit "
+                "off. Fix: pass the teacher's vocabulary size to compare all of the tails."
+            )
         device = plan.student.rows.device
         self.common = tuple(token_map[name].to(device) for name in ("common_student", "common_teacher"))
         self.uncommon = tuple(token_map[name].to(device) for name in ("uncommon_student", "uncommon_teacher"))
         self.plan, self.scores, self.missing = plan, scores, missing
         self.temperature, self.reverse, self.factor = temperature, reverse, factor
-        self.rows = plan.student.rows
+        self.rows, self.shape = plan.student.rows, plan.lengths[:2]
         self.width = len(self.common[0]) + len(self.uncommon[0])
         self.teacher_width = len(self.common[1]) + len(self.uncommon[1])
         scores.check_width(self.teacher_width)
         self.tail = min(len(self.uncommon[0]), len(self.uncommon[1]), uncommon_topk)
-        self.tiles = make_tiles(plan.student.starts, max(self.width, self.teacher_width))
+        self.tiles = make_tiles(plan.student.starts, self.width)
         self.kl = torch.zeros((), dtype=torch.float64, device=device)
         self.l1 = torch.zeros((), dtype=torch.float64, device=device)
         self.agreeing = plan.weight.new_zeros(())
@@ -70,54 +76,60 @@ class GoldRows:
         sizes = self.plan.student.sizes[units].to(logits.dtype)[:, None]
         weight = self.plan.weight[units].to(logits.dtype)
 
-        logits.div_(self.temperature)
-        total = logits.logsumexp(-1, keepdim=True)
-        total = total.masked_fill(total == -torch.inf, 0.0)
-        s = segment_sum(logits, chunk, len(sizes)).div_(sizes).sub_(segment_sum(total, chunk, len(sizes)).div_(sizes))
-        t = self._teacher(tile).to(s.dtype)
-        common_s, common_t = s.index_select(1, self.common[0]), t.index_select(1, self.common[1])
-        kl, slope = self._common(common_s, common_t)
-        l1, tail_at, tail_slope = self._uncommon(s, t)
-        self.kl += (kl * weight).sum(dtype=torch.float64)
-        self.l1 += (l1 * weight).sum(dtype=torch.float64)
+        logp = safe_log_softmax(tempered(logits, self.temperature))
+        s = segment_sum(logp, chunk, len(sizes)).div_(sizes)
+        common_t, tail_t = (part.to(s.dtype) for part in self._teacher(tile))
+        common_s = s.index_select(1, self.common[0])
         if len(self.common[0]):
             self.agreeing = self.agreeing + ((common_s.argmax(-1) == common_t.argmax(-1)) * weight).sum()
+        kl, slope = self._common(common_s, common_t)
+        l1, tail_at, tail_slope = self._uncommon(s, tail_t)
+        self.kl += (kl * weight).sum(dtype=torch.float64)
+        self.l1 += (l1 * weight).sum(dtype=torch.float64)
         if gradient:
             # The chunk means are no longer needed: their memory takes their slope.
             g = s.zero_().index_copy_(1, self.common[0], slope).scatter_(1, tail_at, tail_slope)
             g.mul_((weight * (self.factor / self.temperature))[:, None] / sizes)
             outer = g.sum(-1, keepdim=True).index_select(0, chunk)
-            logits.sub_(total).exp_().mul_(-outer)
+            logp.exp_().mul_(-outer)
             if len(g) == len(logits):
                 logits.add_(g)
             else:
                 logits.add_(g.index_select(0, chunk))
         return ((kl + l1) * weight).sum(dtype=torch.float64) * self.factor
 
-    def _teacher(self, tile: Tile) -> Tensor:
-        """Chunk means of the teacher's log-probabilities, [C, Vt]."""
-        rows, chunk, sizes = chunk_rows(self.plan.teacher, tile)
-        t = self.scores.log_probabilities(rows, self.teacher_width, self.temperature, self.missing)
-        if len(t) == len(sizes):
-            return t
-        return segment_sum(t, chunk, len(sizes)).div_(sizes.to(t.dtype)[:, None])
+    def _teacher(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Chunk means of the teacher's log-probabilities: of the common tokens, and the largest of the others.
+
+        Read in blocks of their own, so that the wider vocabulary does not set the size of the student's tiles.
+        """
+        starts = self.plan.teacher.starts[tile.first_unit : tile.last_unit + 1]
+        parts: list[tuple[Tensor, Tensor]] = []
+        for block in make_tiles(starts - starts[0], self.teacher_width):
+            units = (tile.first_unit + block.first_unit, tile.first_unit + block.last_unit)
+            rows, chunk, sizes = chunk_rows(self.plan.teacher, units)
+            t = self.scores.log_probabilities(rows, self.teacher_width, self.temperature, self.missing)
+            if len(t) != len(sizes):
+                t = segment_sum(t, chunk, len(sizes)).div_(sizes.to(t.dtype)[:, None])
+            tail = largest_values(t.index_select(1, self.uncommon[1]), self.tail)
+            parts.append((t.index_select(1, self.common[1]), tail))
+        return torch.cat([common for common, _ in parts]), torch.cat([tail for _, tail in parts])
 
     def _common(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """KL per chunk over the common tokens and its slope in ``s``."""
-        comparable = (s > -torch.inf) & (t > -torch.inf)
-        difference = torch.where(comparable, t - s, 0.0)
+        """KL per chunk over the common tokens and its slope in ``s``. Both are overwritten."""
+        apart = (s == -torch.inf) | (t == -torch.inf)
+        difference = torch.sub(t, s).masked_fill_(apart, 0.0)
+        p = (s if self.reverse else t).exp_().masked_fill_(apart, 0.0)
+        product = difference.mul_(p)
         if self.reverse:
-            p = torch.where(comparable, s.exp(), 0.0)
-            return -(p * difference).sum(-1), p * (1.0 - difference)
-        p = torch.where(comparable, t.exp(), 0.0)
-        return (p * difference).sum(-1), -p
+            return -product.sum(-1), p.sub_(product)
+        return product.sum(-1), p.neg_()
 
-    def _uncommon(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _uncommon(self, s: Tensor, tail_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """L1 per chunk between the sorted tails, the student ids in it and its slope in ``s``."""
-        tail_s, at = s.index_select(1, self.uncommon[0]).topk(self.tail, dim=-1)
-        tail_t = t.index_select(1, self.uncommon[1]).topk(self.tail, dim=-1).values
-        tail_s, tail_t = tail_s.exp(), tail_t.exp()
-        difference = tail_s - tail_t
+        tail_s, at = largest(s.index_select(1, self.uncommon[0]), self.tail)
+        tail_s = tail_s.exp()
+        difference = tail_s - tail_t.exp()
         return difference.abs().sum(-1), self.uncommon[0][at], difference.sign() * tail_s
 
 
@@ -185,17 +197,10 @@ def gold_rows(
     """The RowLoss behind :func:`gold`, for the fused form."""
     check_temperature(temperature)
     check_scores(scores, plan.lengths[0], plan.lengths[2])
-    if isinstance(projection, Projection):
-        projection = exact_token_map(
-            projection.indices,
-            projection.likelihoods,
-            xtoken_loss=relaxed,
-            teacher_vocab_size=projection.teacher_vocab_size,
-        )
     return GoldRows(
         plan,
         scores.at_temperature(temperature),
-        projection,
+        token_map_of(projection, relaxed=relaxed),
         temperature=temperature,
         reverse=reverse,
         uncommon_topk=uncommon_topk,

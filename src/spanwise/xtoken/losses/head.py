@@ -69,6 +69,7 @@ def read_head(model: Any) -> Head:
     if divisor:
         multiplier /= float(divisor)
     base = getattr(layer, "base_layer", layer)
+    _refuse_other_layers(layer, base)
     adapters = list(getattr(layer, "active_adapters", [])) if base is not layer else []
     if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
         adapters = []
@@ -84,6 +85,21 @@ def read_head(model: Any) -> Head:
     scaling = float(layer.scaling[adapters[0]]) if adapters else 1.0
     softcap = getattr(config, "final_logit_softcapping", None)
     return Head(base.weight, getattr(base, "bias", None), multiplier, softcap, a, b, scaling)
+
+
+def _refuse_other_layers(layer: Any, base: Any) -> None:
+    """Raise for a head that is no plain matrix with at most LoRA on it: quantised, or under another kind of adapter."""
+    weight = getattr(base, "weight", None)
+    plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2
+    # PEFT wraps what it trains beside LoRA: a whole copy shows its own weight, single rows do not.
+    rows_alone = hasattr(layer, "original_module") and not hasattr(layer, "modules_to_save")
+    if not plain or rows_alone or (base is not layer and not hasattr(layer, "lora_A")):
+        kind = type(layer)
+        raise ValueError(
+            f"the LM head is a {kind.__module__}.{kind.__qualname__}; expected a linear layer of floating-point "
+            "weights, with LoRA or without, which is all that the fused form computes. It was probably quantised, or "
+            "given another kind of adapter. Fix: leave the head out of both, or use the unfused losses."
+        )
 
 
 def _refuse_hidden_work(layer: Any, adapter: str) -> None:
@@ -130,7 +146,7 @@ def checked_head(model: Any, input_ids: Int[Tensor, "1 S"]) -> Head | None:
         model: a transformers causal language model, PEFT-wrapped or not; run once in evaluation mode, left as it was.
         input_ids: one row of tokens.
     """
-    training = model.training
+    training = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
@@ -146,7 +162,8 @@ def checked_head(model: Any, input_ids: Int[Tensor, "1 S"]) -> Head | None:
         warnings.warn(f"the fused loss is not used: {error}", stacklevel=2)
         return None
     finally:
-        model.train(training)
+        for module, was in training.items():  # one by one: a part may have been frozen in evaluation mode
+            module.training = was
     finite = expected.isfinite() & (expected.abs() < 1e30)
     largest = float(expected[finite].abs().max()) if bool(finite.any()) else 1.0
     gap = (

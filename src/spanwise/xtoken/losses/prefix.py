@@ -11,36 +11,20 @@ Shapes: B rows, S student length, T teacher length, N supervised positions, G id
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.teachers.scores import Missing, TeacherScores
+from spanwise.teachers.softmax import tempered
 from spanwise.xtoken.alignment import AlignmentBatch
+from spanwise.xtoken.losses.buckets import compare, take_listed, write_gradient
 from spanwise.xtoken.losses.checks import check_scores, check_temperature
 from spanwise.xtoken.losses.prefix_plan import PrefixPlan, plan_prefix
 from spanwise.xtoken.losses.prefix_targets import PrefixTargets, prefix_targets
 from spanwise.xtoken.losses.rows import Tile, over_logits, row_tiles
 from spanwise.xtoken.losses.trie import PrefixTrie
-
-# A bucket with no student token in it has log-probability -inf; the loss stays finite with this instead.
-NO_TAIL = -1e4
-SMALLEST_MASS = 1e-10
-
-
-@dataclass(frozen=True)
-class _Listed:
-    """The student's side of one tile: log-probabilities of the kept ids and of the tail."""
-
-    at: Tensor
-    used: Tensor
-    some: Tensor
-    logp: Tensor
-    tail_total: Tensor
-    tail_logp: Tensor
 
 
 class PrefixRows:
@@ -59,7 +43,7 @@ class PrefixRows:
         min_mass: float = 0.1,
         factor: float = 1.0,
     ) -> None:
-        self.rows, self.width, self.factor = plan.rows, width, factor
+        self.rows, self.shape, self.width, self.factor = plan.rows, plan.lengths[:2], width, factor
         self.plan, self.targets, self.temperature, self.reverse = plan, targets, temperature, reverse
         self.tiles = row_tiles(len(plan.rows), width, plan.rows.device)
         self.used = targets.kept >= min_mass
@@ -68,60 +52,13 @@ class PrefixRows:
     def evaluate(self, tile: Tile, logits: Float[Tensor, "R V"], *, gradient: bool) -> Float[Tensor, ""]:
         """Weighted sum of the divergences of the tile."""
         span = slice(tile.first_row, tile.last_row)
-        logits.div_(self.temperature)
-        listed = _list(logits, self.targets.ids[span])
-        possible = listed.used & (listed.logp > -torch.inf)
-        mass = self.targets.mass[span].to(logits.dtype)
-        q = torch.where(possible, mass, 0.0)
-        q_tail = self.targets.tail[span].to(logits.dtype) + (mass - q).sum(-1)
-        logp = torch.where(possible, listed.logp, 0.0)
+        listed = take_listed(tempered(logits, self.temperature), self.targets.ids[span])
+        mass, tail = self.targets.mass[span].to(logits.dtype), self.targets.tail[span].to(logits.dtype)
+        divergence, slope, tail_slope = compare(listed, mass, tail, "reverse" if self.reverse else "forward")
         weight = self.weight[span].to(logits.dtype)
-        if self.reverse:
-            p, p_tail = torch.where(possible, logp.exp(), 0.0), listed.tail_logp.exp()
-            difference = logp - torch.where(possible, q, 1.0).log()
-            tail_difference = listed.tail_logp - q_tail.clamp(min=SMALLEST_MASS).log()
-            divergence = (p * difference).sum(-1) + p_tail * tail_difference
-            slope, tail_slope = p * (difference + 1), p_tail * (tail_difference + 1)
-        else:
-            divergence = (torch.xlogy(q, q) - q * logp).sum(-1)
-            divergence += torch.xlogy(q_tail, q_tail) - q_tail * listed.tail_logp
-            slope, tail_slope = -q, -q_tail
         if gradient:
-            _write_gradient(logits, listed, slope, tail_slope, weight * (self.factor / self.temperature))
+            write_gradient(logits, listed, slope, tail_slope, weight * (self.factor / self.temperature))
         return (divergence * weight).sum(dtype=torch.float64) * self.factor
-
-
-def _list(logits: Tensor, ids: Tensor) -> _Listed:
-    """Take the listed ids out of a tile of scaled logits, leaving -inf in their places."""
-    used = ids >= 0
-    some = used[:, :1]
-    # Empty slots repeat the first id, so that scattering to them changes nothing.
-    at = torch.where(used, ids, torch.where(some, ids[:, :1], 0))
-    values = logits.gather(1, at)
-    logits.scatter_(1, at, torch.where(some, -torch.inf, values))
-    tail_total = logits.logsumexp(-1)
-    listed_total = values.masked_fill(~used, -torch.inf).logsumexp(-1)
-    total = torch.logaddexp(tail_total, listed_total)
-    total = total.masked_fill(total == -torch.inf, 0.0)
-    tail_logp = (tail_total - total).clamp(min=NO_TAIL)
-    return _Listed(at, used, some, values - total[:, None], tail_total, tail_logp)
-
-
-def _write_gradient(logits: Tensor, listed: _Listed, slope: Tensor, tail_slope: Tensor, weight: Tensor) -> None:
-    """Overwrite a tile, as :func:`_list` left it, by the gradient.
-
-    With s the log-probabilities of the buckets and G = dL/ds: dz = G - p ΣG for a listed id, and its share of
-    G_tail - p_tail ΣG for an id in the tail.
-    """
-    everything = slope.sum(-1) + tail_slope
-    inner = slope - torch.where(listed.used, listed.logp.exp(), 0.0) * everything[:, None]
-    inner = inner * weight[:, None]
-    outer = (tail_slope - listed.tail_logp.exp() * everything) * weight
-    total = listed.tail_total.masked_fill(listed.tail_total == -torch.inf, 0.0)
-    logits.sub_(total[:, None]).exp_().mul_(outer[:, None])
-    kept = logits.gather(1, listed.at)
-    value = torch.where(listed.used, inner, torch.where(listed.some, inner[:, :1], kept))
-    logits.scatter_(1, listed.at, value)
 
 
 def prefix_kl(

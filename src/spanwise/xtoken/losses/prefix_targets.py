@@ -1,14 +1,13 @@
-"""The teacher's distribution over student tokens at every student boundary, by bytes. No gradients, no vocabulary
-width.
+"""The teacher's distribution over student tokens at every student boundary, by bytes, without gradients.
 
 At a boundary, let j be the teacher token that covers the next byte and r its bytes before the boundary:
 
-1. take the teacher's distribution for j; 2. keep the tokens that begin with r and are longer, renormalise;
+1. take the teacher's distribution for j;
+2. keep the tokens that begin with r and are longer, renormalise;
 3. each, with r taken off, gives its mass to the longest student token that is a prefix of what is left;
 4. where j ends before the student's own next token u* does, j's mass must not go to a fragment: u* receives the chain
-of the
-   teacher tokens that cover its bytes, the last one as the sum over all tokens that begin with what remains; what j had
-   beyond that goes to the tail.
+   of the teacher tokens that cover its bytes, the last one as the sum over all tokens that begin with what remains;
+   what j had beyond that goes to the tail.
 
 The ``keep`` heaviest student tokens remain, everything else is one tail bucket. O(N·K log K) time, O(tile·K) memory.
 
@@ -80,6 +79,12 @@ def prefix_targets(
         missing: ``"tail_bucket"`` leaves the mass of unlisted teacher tokens in the tail at common boundaries;
             ``"renormalise"`` drops it. Inside a teacher token it is dropped in both, as nobody knows how it continues.
     """
+    if keep < 1 or (teacher_topk is not None and teacher_topk < 1):
+        raise ValueError(
+            f"prefix KL was asked to keep {keep} student tokens and to read {teacher_topk} of the teacher's; expected "
+            "at least 1 of each. One was probably set to 0 to switch the limit off. Fix: teacher_topk=None reads all "
+            "of dense scores; keep=24 is a good value."
+        )
     candidates = _candidates(plan, scores, trie.teacher_vocab_size, temperature, teacher_topk)
     pieces = torch.arange(len(plan.rows), device=plan.rows.device).split(
         max(1, PIECE_CANDIDATES // max(1, candidates.ids.shape[1]))

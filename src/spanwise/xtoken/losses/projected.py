@@ -21,11 +21,19 @@ from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.teachers.scores import Missing, TeacherScores
+from spanwise.teachers.softmax import safe_softmax, tempered
 from spanwise.xtoken.alignment import AlignmentBatch
 from spanwise.xtoken.losses.checks import check_scores, check_temperature, chosen_plan, projection_of
 from spanwise.xtoken.losses.plan import ChunkPlan
 from spanwise.xtoken.losses.rows import Tile, chunk_rows, make_tiles, over_logits, segment_sum
-from spanwise.xtoken.losses.shared_set import TopkRows, TopkScope, rows_in_set, set_of_batch, set_of_document
+from spanwise.xtoken.losses.shared_set import (
+    TopkRows,
+    TopkScope,
+    check_shared,
+    rows_in_set,
+    set_of_batch,
+    set_of_document,
+)
 from spanwise.xtoken.projection import Entries, Projection
 
 EPSILON = 1e-10
@@ -68,13 +76,19 @@ class ProjectedRows:
                 f"vocab_topk is {vocab_topk}; expected at least 1. It was probably set to 0 to switch the limit off. "
                 "Fix: pass the teacher's vocabulary size to use all of it."
             )
+        if topk_scope not in ("document", "microbatch"):
+            raise ValueError(
+                f"topk_scope={topk_scope!r} says where the compared tokens are picked; expected 'document' or "
+                "'microbatch'. It is probably misspelt. Fix: pass one of the two."
+            )
         self.plan, self.scores, self.missing = plan, scores, missing
         self.temperature, self.reverse, self.factor = temperature, reverse, factor
-        self.rows, self.width = plan.student.rows, projection.student_vocab_size
+        self.rows, self.shape, self.width = plan.student.rows, plan.lengths[:2], projection.student_vocab_size
         self.teacher_width = projection.teacher_vocab_size
         self.vocab_topk = min(vocab_topk, self.teacher_width)
         self.entries: Entries = projection.entries()
         scores.check_width(self.teacher_width)
+        check_shared(scores, plan.documents, self.teacher_width)
         self.shared = (
             set_of_batch(scores, self.teacher_width, self.vocab_topk, topk_rows) if topk_scope == "microbatch" else None
         )
@@ -92,9 +106,7 @@ class ProjectedRows:
         chunk = self.plan.student.chunk[tile.first_row : tile.last_row] - tile.first_unit
         weight = self.plan.weight[units].to(logits.dtype)
 
-        logits.div_(self.temperature)
-        total = logits.logsumexp(-1, keepdim=True)
-        p = logits.sub_(total.masked_fill(total == -torch.inf, 0.0)).exp_()
+        p = safe_softmax(tempered(logits, self.temperature))
         touching = p.index_select(1, narrow.students)
         mean_p = segment_sum(touching, chunk, len(sizes)).div_(sizes)
         q = torch.mm(narrow.forward.to(p.dtype), mean_p.t()).t()
@@ -123,7 +135,7 @@ class ProjectedRows:
 
     def _teacher(self, tile: Tile, narrow: _Restricted) -> Tensor:
         """Chunk means of the log-probabilities renormalised inside S, [C, k]."""
-        rows, chunk, sizes = chunk_rows(self.plan.teacher, tile)
+        rows, chunk, sizes = chunk_rows(self.plan.teacher, tile.units)
         t = rows_in_set(self.scores, rows, narrow.ids, self.teacher_width, self.temperature, self.missing)
         return segment_sum(t, chunk, len(sizes)).div_(sizes.to(t.dtype)[:, None])
 

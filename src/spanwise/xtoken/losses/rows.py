@@ -38,6 +38,11 @@ class Tile:
     first_unit: int
     last_unit: int
 
+    @property
+    def units(self) -> tuple[int, int]:
+        """The range of units."""
+        return self.first_unit, self.last_unit
+
 
 @runtime_checkable
 class RowLoss(Protocol):
@@ -45,12 +50,14 @@ class RowLoss(Protocol):
 
     Attributes:
         rows: predictor positions (row · S + position).
+        shape: (B, S) of the batch they were counted in.
         repeats: a row may occur more than once, and its gradients add.
         width: the student tokenizer's size; a wider head is cut to it.
         tiles: in order; together they cover all rows.
     """
 
     rows: Int64[Tensor, " R"]
+    shape: tuple[int, int]
     repeats: bool
     width: int
     tiles: list[Tile]
@@ -93,6 +100,22 @@ def row_tiles(count: int, width: int, device: torch.device) -> list[Tile]:
     return [Tile(at, min(at + room, count), at, min(at + room, count)) for at in range(0, count, room)]
 
 
+def check_batch(what: str, given: Tensor, loss: RowLoss) -> None:
+    """Refuse a tensor of another batch than the one that was planned: its rows would be read at wrong places."""
+    rows, length = loss.shape
+    if tuple(given.shape[:2]) != loss.shape:
+        raise ValueError(
+            f"the {what} are {given.shape[0]} × {given.shape[1]} and the loss was planned for {rows} × {length} (rows "
+            "× tokens); expected equal sizes. The last position was probably cut off to shift by hand, or the batch "
+            "was padded or sliced in between. Fix: pass all positions of the batch; the loss shifts by itself."
+        )
+    if given.device != loss.rows.device:
+        raise ValueError(
+            f"the {what} lie on {given.device} and the loss was planned on {loss.rows.device}; expected one device. "
+            "The batch was probably planned before it was moved. Fix: move the batch first, then plan."
+        )
+
+
 def over_logits(student_logits: Float[Tensor, "B S Vh"], loss: RowLoss, *, inplace: bool = False) -> Float[Tensor, ""]:
     """The total of ``loss`` over logits, with a graph.
 
@@ -101,6 +124,7 @@ def over_logits(student_logits: Float[Tensor, "B S Vh"], loss: RowLoss, *, inpla
         loss: what to evaluate.
         inplace: write the gradient into the memory of ``student_logits``, which is lost for every other reader.
     """
+    check_batch("student's logits", student_logits, loss)
     head = student_logits.shape[-1]
     if head < loss.width:
         raise ValueError(
@@ -174,16 +198,21 @@ def hand_out(ctx: Any, grad_output: Tensor) -> list[Tensor | None]:
             "per forward. A .grad was probably zeroed or accumulated into between two calls with retain_graph=True. "
             "Fix: call the loss again."
         )
-    if float(grad_output) == 1.0:
+    factor = float(grad_output)
+    if factor == 1.0:
         return [None if g is None else g.detach() for g in ctx.gradients]
-    return [None if g is None else g * grad_output.to(g.dtype) for g in ctx.gradients]
+    # A number, not a tensor of the gradient's type: a scaler's 65,536 is beyond float16.
+    return [None if g is None else g * factor for g in ctx.gradients]
 
 
 def _empty_gradient(logits: Tensor, loss: RowLoss) -> Tensor:
-    """Memory for the gradient: zeroed only where rows add up, else every element is written once."""
-    if loss.repeats:
-        return torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    """Memory for the gradient: zeroed only where rows add up, else every element is written once.
+
+    float32 for float16 logits: before a scaler lifts it, most of a gradient lies below float16's range.
+    """
+    dtype = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+    make = torch.zeros if loss.repeats else torch.empty
+    return make(logits.shape, dtype=dtype, device=logits.device)
 
 
 def _clear_the_rest(gradient: Tensor, rows: Tensor, width: int) -> None:
@@ -205,8 +234,10 @@ def segment_sum(values: Float[Tensor, "R X"], segment: Int64[Tensor, " R"], segm
     )
 
 
-def chunk_rows(side: Side, tile: Tile) -> tuple[Int64[Tensor, " R"], Int64[Tensor, " R"], Int64[Tensor, " C"]]:
-    """One side's rows of a tile's chunks, the chunk of each counted from the tile's first, and the chunk sizes."""
-    bounds = side.starts[tile.first_unit : tile.last_unit + 1]
+def chunk_rows(
+    side: Side, chunks: tuple[int, int]
+) -> tuple[Int64[Tensor, " R"], Int64[Tensor, " R"], Int64[Tensor, " C"]]:
+    """One side's rows of a range of chunks, the chunk of each counted from the range's first, and the chunk sizes."""
+    bounds = side.starts[chunks[0] : chunks[1] + 1]
     span = slice(int(bounds[0]), int(bounds[-1]))
-    return side.rows[span], side.chunk[span] - tile.first_unit, bounds.diff()
+    return side.rows[span], side.chunk[span] - chunks[0], bounds.diff()

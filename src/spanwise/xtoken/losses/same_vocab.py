@@ -1,8 +1,8 @@
 """KL and Jensen-Shannon for a teacher with the student's own tokenizer: position by position, no projection.
 
 ``divergence``: ``"forward"`` KL(teacher ‖ student), ``"reverse"`` KL(student ‖ teacher), ``"jsd"`` β·KL(t ‖ m) + (1 -
-β)·KL(s ‖ m) with m = β·t + (1 - β)·s. The mass that top-k scores left out is shared evenly (see ``missing``). Time
-O(R·V), memory O(tile·V) beyond the gradient.
+β)·KL(s ‖ m) with m = β·t + (1 - β)·s. The mass that top-k scores left out is one outcome more on both sides, or is left
+out (see ``missing``). Time O(R·V), memory O(tile·V) beyond the gradient.
 
 A student logit of -inf is an id the student cannot produce: it contributes nothing.
 
@@ -11,20 +11,18 @@ Shapes: B rows, S length, V vocabulary, R rows of a tile, D documents.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.teachers.scores import Missing, TeacherScores
+from spanwise.teachers.softmax import safe_log_softmax, tempered
 from spanwise.xtoken.alignment import AlignmentBatch
+from spanwise.xtoken.losses.buckets import Divergence, compare, take_listed, write_gradient
 from spanwise.xtoken.losses.checks import check_scores, check_temperature
 from spanwise.xtoken.losses.plan import TokenPlan, plan_tokens
 from spanwise.xtoken.losses.rows import Tile, over_logits, row_tiles
-
-Divergence = Literal["forward", "reverse", "jsd"]
 
 
 class SameVocabRows:
@@ -44,7 +42,7 @@ class SameVocabRows:
         missing: Missing = "tail_bucket",
         factor: float = 1.0,
     ) -> None:
-        self.plan, self.scores, self.width, self.rows = plan, scores, width, plan.rows
+        self.plan, self.scores, self.width, self.rows, self.shape = plan, scores, width, plan.rows, plan.shape
         self.temperature, self.divergence, self.beta = temperature, divergence, beta
         self.missing, self.factor = missing, factor
         scores.check_width(width)
@@ -52,10 +50,11 @@ class SameVocabRows:
 
     def evaluate(self, tile: Tile, logits: Float[Tensor, "R V"], *, gradient: bool) -> Float[Tensor, ""]:
         """Weighted sum of the divergences of the tile."""
+        if self.scores.form == "topk" and self.missing == "tail_bucket":
+            return self._in_buckets(tile, logits, gradient=gradient)
         rows = self.rows[tile.first_row : tile.last_row]
         weight = self.plan.weight[tile.first_row : tile.last_row].to(logits.dtype)
-        logits.div_(self.temperature)
-        s = logits.sub_(logits.logsumexp(-1, keepdim=True))
+        s = safe_log_softmax(tempered(logits, self.temperature))
         t = self.scores.log_probabilities(rows, self.width, self.temperature, self.missing).to(s.dtype)
         p, q = s.exp(), t.exp()
         if self.divergence == "forward":
@@ -80,6 +79,18 @@ class SameVocabRows:
                 slope += left_out - p * left_out.sum(-1, keepdim=True)
         if gradient:
             logits.copy_(slope.mul_((weight * (self.factor / self.temperature))[:, None]))
+        return (loss * weight).sum(dtype=torch.float64) * self.factor
+
+    def _in_buckets(self, tile: Tile, logits: Float[Tensor, "R V"], *, gradient: bool) -> Float[Tensor, ""]:
+        """The same over what truncated scores know: the listed tokens, and all others together."""
+        ids, mass, rest = self.scores.listed_at(self.rows[tile.first_row : tile.last_row], self.width)
+        listed = take_listed(tempered(logits, self.temperature), ids)
+        loss, slope, rest_slope = compare(
+            listed, mass.to(logits.dtype), rest.to(logits.dtype), self.divergence, self.beta
+        )
+        weight = self.plan.weight[tile.first_row : tile.last_row].to(logits.dtype)
+        if gradient:
+            write_gradient(logits, listed, slope, rest_slope, weight * (self.factor / self.temperature))
         return (loss * weight).sum(dtype=torch.float64) * self.factor
 
 
@@ -112,7 +123,8 @@ def same_vocab_kl(
         temperature: of both sides; the total is multiplied by its square.
         divergence: ``"forward"``, ``"reverse"`` or ``"jsd"``.
         beta: the teacher's share of the mixture in ``"jsd"``, in (0, 1).
-        missing: what top-k scores say about unlisted ids.
+        missing: what becomes of the mass that top-k scores left out: ``"tail_bucket"`` compares it as one outcome with
+            the student's mass on all unlisted ids; ``"renormalise"`` leaves it out.
         sample_mask: per document.
         segment_ids: packed rows.
         plan: from :func:`~spanwise.xtoken.losses.plan.plan_tokens`, instead of the four above.

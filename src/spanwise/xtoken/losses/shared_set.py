@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from spanwise.teachers.scores import Missing, TeacherScores, safe_log_softmax
+from spanwise.teachers.scores import Missing, TeacherScores
+from spanwise.teachers.softmax import safe_log_softmax, tempered
 from spanwise.teachers.teacher import SharedPick
 from spanwise.xtoken.losses.plan import ChunkPlan
 from spanwise.xtoken.losses.rows import tile_rows
@@ -39,6 +40,20 @@ def most_important(importance: Float[Tensor, " V"], k: int) -> Int64[Tensor, " k
     return above.nonzero().squeeze(1)
 
 
+def check_shared(scores: TeacherScores, documents: int, width: int) -> None:
+    """Refuse shared-set scores of another batch or teacher."""
+    if scores.shared_ids is None:
+        return
+    largest = int(scores.shared_ids.max()) if scores.shared_ids.numel() else -1
+    if len(scores.shared_ids) < documents or largest >= width:
+        raise ValueError(
+            f"the teacher scores share sets of {len(scores.shared_ids)} documents with ids up to {largest:,}, and the "
+            f"batch has {documents} documents and a teacher's side of {width:,} tokens; expected a set per document "
+            "and ids below the side's size. They were probably picked for another batch, teacher or projection. Fix: "
+            "share_scores(scores, plan, teacher_vocab_size=projection.teacher_vocab_size)."
+        )
+
+
 def set_of_document(
     scores: TeacherScores,
     rows: Int64[Tensor, " N"],
@@ -55,16 +70,14 @@ def set_of_document(
         return torch.arange(k, device=rows.device)
     importance = torch.full((width,), -torch.inf, device=rows.device)
     for piece in rows.split(tile_rows(width, rows.device)):
-        if scores.logits is not None:
-            length = scores.shape[1]
-            picked = scores.logits[piece // length, piece % length][:, :width]
-            # At the temperature, as truncated scores are: every form of a teacher picks the same S.
-            picked = picked.to(torch.promote_types(picked.dtype, torch.float32)).div_(temperature)
-            total = picked.logsumexp(-1, keepdim=True)
-            best = picked.sub_(total.masked_fill(total == -torch.inf, 0.0)).amax(0)
-        else:
-            best = scores.log_probabilities(piece, width, temperature, missing).amax(0)
-        importance = torch.maximum(importance, best)
+        # At the temperature, which truncated scores are at: every form of a teacher picks the same S.
+        each = scores.log_probabilities(piece, width, temperature, missing)
+        importance = torch.maximum(importance, each.amax(0))
+    if bool(importance.isnan().any()):
+        raise ValueError(
+            f"the teacher's scores of document {document} hold NaN or +inf; expected numbers or -inf. Its forward pass "
+            "probably overflowed (float16), or its weights are damaged. Fix: load the teacher in bfloat16 or float32."
+        )
     return most_important(importance, k)
 
 
@@ -95,16 +108,16 @@ def rows_in_set(
     missing: Missing,
 ) -> Float[Tensor, "N k"]:
     """Log-probabilities renormalised inside S at some teacher rows; a row without any mass in S is all -inf."""
-    length = scores.shape[1]
     if scores.logits is not None:
-        picked = scores.logits[(rows // length)[:, None], (rows % length)[:, None], ids]
+        picked = scores.columns_at(rows, ids)
     elif scores.columns is not None:
+        length = scores.shape[1]
         picked = scores.columns[rows // length, rows % length]
+        picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
     else:
         # Already at the temperature.
         return safe_log_softmax(scores.log_probabilities(rows, width, temperature, missing).index_select(1, ids))
-    picked = picked.to(torch.promote_types(picked.dtype, torch.float32))
-    return safe_log_softmax(picked.div_(temperature))
+    return safe_log_softmax(tempered(picked, temperature))
 
 
 def share_scores(

@@ -1,8 +1,7 @@
 """Several teachers: how much each of them says about each document.
 
 Everything is decided per document, so that nothing depends on which documents share a micro-batch. Weights never touch
-a
-count: a teacher's plan keeps its count and gets its documents' parts multiplied (``plan.of_document(weights)``).
+a count: a teacher's plan keeps its count and gets its documents' parts multiplied (``plan.of_document(weights)``).
 
 - ``sum``: static weights, or softmax(α · score) over teachers, where the score is the teacher's negative cross
   entropy **per byte** (comparable across tokenizers), its negative entropy, or its largest probability, on its own
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.teachers.scores import TeacherScores
+from spanwise.xtoken.losses.checks import check_scores
 from spanwise.xtoken.losses.plan import TokenPlan
 
 Score = Literal["cross_entropy", "entropy", "max_probability"]
@@ -54,6 +54,12 @@ def document_scores(
             f"score={score!r} says how teachers are weighed; expected 'cross_entropy', 'entropy' or "
             "'max_probability'. It is probably misspelt. Fix: pass one of the three."
         )
+    check_scores(scores, *plan.shape)
+    if len(document_bytes) != plan.documents:
+        raise ValueError(
+            f"document_bytes counts {len(document_bytes)} documents and the teacher's plan {plan.documents}; expected "
+            "as many. They probably belong to another batch. Fix: pass the bytes of each document of this one."
+        )
     if score == "cross_entropy":
         each, sign = scores.observed(input_ids), 1.0
     else:
@@ -75,7 +81,7 @@ def dynamic_weights(teacher_scores: Sequence[Float[Tensor, " D"]], *, alpha: flo
     >>> [w.tolist() for w in dynamic_weights([torch.tensor([0.0]), torch.tensor([0.0])])]
     [[0.5], [0.5]]
     """
-    stacked = torch.stack(list(teacher_scores))
+    stacked = _stacked(teacher_scores)
     without = stacked == -torch.inf
     # Multiplied first, -inf would be NaN at α = 0 and the best score at α < 0.
     scaled = (alpha * stacked.masked_fill(without, 0.0)).masked_fill(without & ~without.all(0), -torch.inf)
@@ -88,7 +94,7 @@ def select_teacher(teacher_scores: Sequence[Float[Tensor, " D"]]) -> list[Float[
     >>> [w.tolist() for w in select_teacher([torch.tensor([-2.0, -1.0]), torch.tensor([-1.0, -1.0])])]
     [[0.0, 1.0], [1.0, 0.0]]
     """
-    stacked = torch.stack(list(teacher_scores))
+    stacked = _stacked(teacher_scores)
     best = (stacked == stacked.amax(0)).int().argmax(0)
     return [(best == teacher).float() for teacher in range(len(stacked))]
 
@@ -156,6 +162,16 @@ def merge_teachers(parts: Mapping[str, LossParts]) -> tuple[Float[Tensor, ""], d
         )
     metrics = {f"{name}/{metric}": ratio for name, part in parts.items() for metric, ratio in part.metrics.items()}
     return torch.stack([part.total for part in parts.values()]).sum(), metrics
+
+
+def _stacked(teacher_scores: Sequence[Tensor]) -> Tensor:
+    if not teacher_scores or len({len(scores) for scores in teacher_scores}) > 1:
+        raise ValueError(
+            f"teachers were to be weighed by scores of {[len(scores) for scores in teacher_scores]} documents; "
+            "expected at least one teacher and the same documents from each. Fix: document_scores(…) of every teacher "
+            "on one batch."
+        )
+    return torch.stack(list(teacher_scores))
 
 
 def _known(statistic: Tensor | None) -> Tensor:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.teachers.scores import Missing, TeacherScores
+from spanwise.teachers.softmax import safe_softmax, tempered
 from spanwise.xtoken.alignment import AlignmentBatch
 from spanwise.xtoken.losses.checks import check_scores, check_temperature, chosen_plan
+from spanwise.xtoken.losses.largest import largest, largest_values
 from spanwise.xtoken.losses.plan import ChunkPlan
 from spanwise.xtoken.losses.rows import Tile, chunk_rows, make_tiles, over_logits, segment_sum
 
@@ -38,7 +40,8 @@ class UldRows:
     ) -> None:
         self.plan, self.scores, self.missing = plan, scores, missing
         self.temperature, self.factor = temperature, factor
-        self.rows, self.width, self.teacher_width = plan.student.rows, width, teacher_width
+        self.rows, self.shape = plan.student.rows, plan.lengths[:2]
+        self.width, self.teacher_width = width, teacher_width
         self.tiles = make_tiles(plan.student.starts, max(width, teacher_width))
 
     def evaluate(self, tile: Tile, logits: Float[Tensor, "R V"], *, gradient: bool) -> Float[Tensor, ""]:
@@ -47,13 +50,12 @@ class UldRows:
         chunk = self.plan.student.chunk[tile.first_row : tile.last_row] - tile.first_unit
         sizes = self.plan.student.sizes[units].to(logits.dtype)[:, None]
         weight = self.plan.weight[units].to(logits.dtype)
-        logits.div_(self.temperature)
-        p = logits.sub_(logits.logsumexp(-1, keepdim=True)).exp_()
-        ranked, order = (segment_sum(p, chunk, len(sizes)) / sizes).sort(-1, descending=True)
-        rows, teacher_chunk, teacher_sizes = chunk_rows(self.plan.teacher, tile)
+        p = safe_softmax(tempered(logits, self.temperature))
+        ranked, order = largest(segment_sum(p, chunk, len(sizes)).div_(sizes), self.width)
+        rows, teacher_chunk, teacher_sizes = chunk_rows(self.plan.teacher, tile.units)
         q = self.scores.log_probabilities(rows, self.teacher_width, self.temperature, self.missing).exp()
         q = segment_sum(q, teacher_chunk, len(sizes)) / teacher_sizes.to(q.dtype)[:, None]
-        q = q.sort(-1, descending=True).values.to(p.dtype)
+        q = largest_values(q, self.teacher_width).to(p.dtype)
         both = min(self.width, self.teacher_width)
         # What one vocabulary has beyond the other's size is compared with zeros.
         distance = q[:, both:].sum(-1) + ranked[:, both:].sum(-1)
