@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spanwise.dataplane import DataPlaneClient, open_client
+from tests.dataplane.samples import FIELDS
 from tests.ray_cluster import RayCluster
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 QUEUE_ROWS = 6000
+Spawn = Callable[..., subprocess.Popen[str]]
 
 
 @dataclass
@@ -78,9 +85,59 @@ def make_plane(kind: str, request: pytest.FixtureRequest) -> Iterator[PlaneUnder
     if scheme == "tq":
         keeper = request.getfixturevalue("queue_keeper")
         keeper.running()
-        built = PlaneUnderTest(kind, "tq://auto", {"layout": layout}, environment=keeper.cluster.environment)
+        # "auto" here; the frame layout's other processes name the cluster that they join.
+        url = "tq://auto" if layout == "columns" else f"tq://{keeper.cluster.address}"
+        built = PlaneUnderTest(kind, url, {"layout": layout}, environment=keeper.cluster.environment)
     else:
         built = PlaneUnderTest(kind, f"{scheme}://{uuid.uuid4().hex}")
     yield built
     for client in built.clients:
         client.close()
+
+
+@pytest.fixture
+def ready(plane: PlaneUnderTest) -> tuple[DataPlaneClient, str]:
+    """A client and a registered, empty partition of four samples with two tasks."""
+    client, name = plane.open(), plane.partition()
+    client.register_partition(name, FIELDS, 4, ["train", "score"])
+    return client, name
+
+
+@pytest.fixture
+def arena(cell: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[PlaneUnderTest]:
+    """The plane that a cell (fault, transport) names."""
+    yield from make_plane(cell[1], request)
+
+
+@pytest.fixture
+def spawn(arena: PlaneUnderTest) -> Iterator[Spawn]:
+    """Start a victim on the same plane; whatever is left is killed at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(role: str, partition: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "tests.dataplane.victim",
+            role,
+            arena.url,
+            arena.options.get("layout", ""),
+            partition,
+        ]
+        victim = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **arena.environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        started.append(victim)
+        return victim
+
+    yield start
+    for victim in started:
+        if victim.poll() is None:
+            victim.kill()
+        victim.communicate()

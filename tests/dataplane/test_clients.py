@@ -1,32 +1,20 @@
-"""What belongs to one transport or to none: URLs, settings, the log of shared memory, CPUs for the queue, imports."""
+"""What belongs to no single transport: URLs, settings, the ledger, metas, imports, the worked example."""
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
-import resource
-import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spanwise.dataplane import (
     BatchMeta,
-    CapacityExceeded,
-    ClientClosed,
-    DataPlaneClient,
     Field,
-    NotSupported,
     PartitionConflict,
     TransportDown,
     open_client,
@@ -35,11 +23,8 @@ from spanwise.dataplane import (
 from spanwise.dataplane.errors import DataPlaneError
 from spanwise.dataplane.ledger import Ledger
 from spanwise.dataplane.ledger_state import from_record, to_record
-from spanwise.dataplane.transports import shared_memory
-from tests.dataplane.conftest import QUEUE_ROWS, QueueKeeper
+from tests.dataplane.conftest import REPOSITORY, QueueKeeper
 from tests.ray_cluster import RayCluster
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +33,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def test_a_bad_url_says_what_is_possible(url: str) -> None:
     with pytest.raises(ValueError, match="Fix:"):
         open_client(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "option"), [("memory://", "layout"), ("shm://x", "timeout_s"), ("tq://auto", "when_full")]
+)
+def test_an_option_of_another_transport_is_named(url: str, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}.*Fix:"):
+        open_client(url, **{option: 1})
 
 
 @pytest.mark.parametrize("scheme", ["memory", "shm"])
@@ -83,134 +76,6 @@ def test_memory_planes_are_private_or_shared_by_name() -> None:
     fresh = open_client(f"memory://{name}")
     assert fresh.stats()["partitions"] == {}
     fresh.close()
-
-
-def test_a_client_does_not_survive_a_fork() -> None:
-    client = open_client(f"shm://{uuid.uuid4().hex}")
-    child = os.fork()
-    if child == 0:
-        try:
-            client.stats()
-        except ClientClosed:
-            client.close()
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert client.stats()["rows"] == 0
-    client.close()
-
-
-def test_the_log_is_compacted_and_late_comers_read_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "COMPACT_BYTES", 2000)
-    url = f"shm://{uuid.uuid4().hex}"
-    client, other = open_client(url), open_client(url)
-    for plane in (client.plane, other.plane):
-        plane.compact_at = 2000
-    client.register_partition("p", ["reward"], 1000, ["t"])
-    for round_number in range(60):
-        client.put_samples(
-            ["a", "b"], "p", {"reward": torch.full((2,), float(round_number))}, [{"r": round_number}] * 2
-        )
-        if round_number % 20 == 10:
-            assert other.get_samples(["b"], "p", ["reward"])["reward"].tolist() == [float(round_number)]
-    assert other.claim_meta("p", "t", ["reward"], 1, lease_s=60.0) is not None
-    for _ in range(60):
-        client.put_samples(["c"], "p", {"reward": torch.zeros(1)})
-    assert client.plane.position < 20_000
-    late = open_client(url)
-    assert late.get_samples(["a"], "p", ["reward"])["reward"].tolist() == [59.0]
-    assert late.stats() == client.stats() == other.stats()
-    assert late.stats()["partitions"]["p"]["tasks"]["t"]["leased"] == 1
-    for each in (client, other, late):
-        each.close()
-    assert not client.plane.folder.exists()
-
-
-@contextmanager
-def files_end_at(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond ``size`` bytes: writes stop there as they do where a disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def put_until_refused(client: DataPlaneClient) -> tuple[int, CapacityExceeded]:
-    """How many samples found room, and what the next one was told."""
-    for put in itertools.count():
-        try:
-            client.put_samples([f"s{put}"], "p", {"x": torch.ones(1)}, [{"note": "n" * 100}])
-        except CapacityExceeded as refusal:
-            return put, refusal
-    raise AssertionError("the counter does not end")
-
-
-def test_a_full_shared_memory_refuses_puts_and_stays_usable() -> None:
-    url = f"shm://{uuid.uuid4().hex}"
-    client, other = open_client(url), open_client(url)
-    client.register_partition("p", ["x", "y"], 10_000, ["t"])
-    index = client.plane.folder / "index"
-    with files_end_at(index.stat().st_size):
-        put, refusal = put_until_refused(client)
-        assert re.search(r"no room for .* of the index .*Fix: clear samples", str(refusal))
-        with pytest.raises(CapacityExceeded):
-            client.register_partition("q" * shared_memory.RESERVE_BYTES, ["x"], 1, ["t"])
-        with pytest.raises(CapacityExceeded):
-            client.put_samples(["large"], "p", {"y": torch.ones(1, index.stat().st_size)})
-        assert other.stats() == client.stats()
-        assert client.stats()["rows"] == put > 0
-        assert len(list(client.plane.folder.glob("seg-*"))) == put
-        assert not list(client.plane.folder.glob("new-*"))
-        client.clear_samples([f"s{place}" for place in range(put)], "p")  # what frees something finds its room
-        assert other.stats()["rows"] == 0
-    other.put_samples(["again"], "p", {"x": torch.ones(1)})
-    assert client.get_samples(["again"], "p", ["x"])["x"].tolist() == [1.0]
-    other.close()
-    client.close()
-    assert not client.plane.folder.exists()
-
-
-def test_a_record_that_is_cut_short_is_not_published() -> None:
-    url = f"shm://{uuid.uuid4().hex}"
-    client, other = open_client(url), open_client(url)
-    client.register_partition("p", ["x"], 1, ["t"])
-    client.put_samples(["a"], "p", {"x": torch.ones(1)})
-    with files_end_at(client.plane.position + 10), pytest.raises(CapacityExceeded, match="nothing was changed"):
-        client.clear_samples(["a"], "p")
-    with files_end_at(client.plane.position + 10):
-        other.close()  # without room for its last word, which only its process's end can say now
-    assert client.get_samples(["a"], "p", ["x"])["x"].tolist() == [1.0]
-    client.clear_samples(["a"], "p")
-    late = open_client(url)
-    assert late.stats() == client.stats()
-    for each in (late, client):
-        each.close()
-    shutil.rmtree(client.plane.folder)
-
-
-def test_a_full_shared_memory_refuses_a_new_plane_and_leaves_nothing() -> None:
-    name = uuid.uuid4().hex
-    for size in (0, shared_memory.HEAD_BYTES):
-        with files_end_at(size), pytest.raises(CapacityExceeded, match="no room"):
-            open_client(f"shm://{name}")
-        assert not (shared_memory.ROOT / f"spanwise-{os.getuid()}-{name}").exists()
-
-
-def test_a_log_that_cannot_be_compacted_grows_on() -> None:
-    client = open_client(f"shm://{uuid.uuid4().hex}")
-    client.register_partition("p", ["x"], 1000, ["t"])
-    for place in range(100):
-        client.put_samples([f"s{place}"], "p", {"x": torch.ones(1)})
-    client.plane._compact, kept = lambda: client.plane._replace_log(["x" * 10**6]), client.plane._compact
-    client.plane.compact_at = 1
-    with files_end_at((client.plane.folder / "index").stat().st_size):
-        client.put_samples(["last"], "p", {"x": torch.ones(1)})
-    client.plane._compact = kept
-    assert client.get_samples(["last"], "p", ["x"])["x"].tolist() == [1.0]
-    assert not (client.plane.folder / "index.new").exists()
-    client.close()
 
 
 @given(
@@ -252,7 +117,7 @@ def next_record(
         columns = fields[: 1 + number % 2] if kind == "put" else []
         ledger.check_put("p", [sample], columns, "replace")
         wire = [entry.to_wire() for entry in columns]
-        return ["put", "p", f"seg{number}", 64, [sample], wire, [number], [{"n": number}]]
+        return ["put", "p", f"seg{number}", 64, [sample], wire, [number], [{"n": b"\x01"}]]
     if kind in ("claim", "lease"):
         ids = ledger.plan_claim("p", "t", ["x"], 2, 1)
         return None if ids is None else ["claim", "p", "t", ids, str(number) if kind == "lease" else None, 1e9]
@@ -296,26 +161,6 @@ def test_shards_lose_nothing_and_invert(lengths: list[int], ranks: int) -> None:
     assert len(shards) == ranks
     laid = [sample for shard in shards for sample in shard.ids]
     assert [laid[place] for place in inverse] == meta.ids
-
-
-@pytest.mark.ray
-@pytest.mark.xdist_group("ray")
-def test_the_queue_is_refused_where_it_would_hang_or_differ(queue_keeper: QueueKeeper) -> None:
-    queue_keeper.stop()
-    with pytest.raises(CapacityExceeded, match=r"needs \d+ free CPUs"):
-        open_client("tq://auto", storage_units=64)
-    queue_keeper.running()
-    for options in ({"storage_units": 2}, {"max_rows": QUEUE_ROWS + 1}):
-        with pytest.raises(PartitionConflict):
-            open_client("tq://auto", **options)
-    with pytest.raises(PartitionConflict):
-        open_client("tq://192.0.2.1:6379", max_rows=1)
-    with pytest.raises(ValueError, match="layout"):
-        open_client("tq://auto", layout="rows")
-    joined = open_client("tq://auto")
-    with pytest.raises(NotSupported):
-        joined.claim_meta("p", "t", ["x"], 1, lease_s=1)
-    joined.close()
 
 
 def test_imports_stay_light() -> None:

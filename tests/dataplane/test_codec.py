@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from spanwise.batch import BatchedDataDict
 from spanwise.dataplane.codec import (
     materialize,
     maybe_pack_jagged,
@@ -25,7 +24,6 @@ from spanwise.dataplane.codec import (
     unwrap_wire_stripped_payload,
 )
 from spanwise.dataplane.frame_writer import encode_frame
-from spanwise.dataplane.schema import DTYPES
 from tests.reference import dataplane_codec as twin
 
 DTYPE_LIST = [torch.int64, torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex64]
@@ -151,6 +149,26 @@ def test_lengths_that_are_no_integers_are_refused(lengths: list[Any]) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"integer dtype.*Fix:"):
             call()
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor([[3], [1]]), torch.tensor(3)], ids=["a column", "one number"])
+def test_lengths_that_are_no_row_of_numbers_are_refused_everywhere(lengths: torch.Tensor) -> None:
+    column = torch.ones(2, 3)
+    calls: list[Callable[[], Any]] = [
+        lambda: maybe_pack_jagged(column, lengths),
+        lambda: pack_jagged_fields({"ids": column}, lengths=lengths),
+        lambda: pack_per_token_field(to_nested_by_length(column, torch.tensor([3, 1])), lengths),
+        lambda: encode_frame({"ids": column}, {"tok": lengths}, group_of={"ids": "tok"}),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"lengths shape.*Fix:"):
+            call()
+
+
+def test_what_is_nested_already_is_not_packed_again() -> None:
+    nested = to_nested_by_length(torch.ones(2, 3), torch.tensor([3, 1]))
+    with pytest.raises(ValueError, match=r"nested tensor of .*\(N, S.*Fix:"):
+        to_nested_by_length(nested, torch.tensor([3, 1]))
 
 
 def test_lengths_beyond_the_width_clamp_only_when_asked() -> None:
@@ -334,77 +352,3 @@ def test_response_names_the_row_that_is_too_short() -> None:
     empty = to_nested_by_length(torch.ones(2, 3), torch.tensor([0, 2]))
     none = response_from_nested(empty, to_nested_by_length(torch.ones(2, 1), torch.tensor([0, 1])))
     assert none.offsets().tolist() == [0, 0, 1]
-
-
-def test_materialize_layouts_and_storage() -> None:
-    nested = to_nested_by_length(torch.ones(2, 3), torch.tensor([3, 1]))
-    flat = torch.ones(2)
-    batch = materialize(TensorDict({"x": nested, "y": flat}, batch_size=[2]))
-    assert isinstance(batch, BatchedDataDict)
-    assert batch["y"].data_ptr() == flat.data_ptr()
-    jagged = materialize({"x": nested, "r": torch.ones(2, 3)}, layout="jagged", pad_to_seqlen=9)
-    assert jagged["x"].is_nested
-    assert jagged["r"].shape == (2, 3)
-    with pytest.raises(ValueError, match="layout is 'diagonal'"):
-        materialize({"x": nested}, layout="diagonal")
-    with pytest.raises(TypeError, match="'inner'"):
-        materialize(TensorDict({"inner": TensorDict({"a": torch.ones(2)}, batch_size=[2])}, batch_size=[2]))
-
-
-def test_pad_values_are_exact() -> None:
-    nested = to_nested_by_length(torch.ones(2, 2, dtype=torch.int64), torch.tensor([2, 1]))
-    for value in (2**53 + 1, -(2**63), 2**63 - 1, -100):
-        assert materialize({"x": nested}, pad_value_dict={"x": value})["x"][1, 1].item() == value
-    for value in (0.5, float("nan"), 2**63, float("inf")):
-        with pytest.raises(ValueError, match="'x'"):
-            materialize({"x": nested}, pad_value_dict={"x": value})
-    mask = to_nested_by_length(torch.zeros(2, 2, dtype=torch.bool), torch.tensor([2, 1]))
-    assert materialize({"x": mask}, pad_value_dict={"x": 1})["x"].tolist() == [[False, False], [False, True]]
-    scores = to_nested_by_length(torch.zeros(2, 2), torch.tensor([2, 1]))
-    assert materialize({"x": scores}, pad_value_dict={"x": float("-inf")})["x"][1, 1] == float("-inf")
-
-
-def test_pad_to_seqlen_reaches_the_fields_it_should() -> None:
-    nested = to_nested_by_length(torch.ones(2, 3), torch.tensor([3, 1]))
-    batch = {"ids": nested, "aligned": torch.ones(2, 3), "topk": torch.ones(2, 2, 2), "reward": torch.ones(2)}
-    everything = materialize(batch, pad_to_seqlen=5, pad_value_dict={"aligned": 7})
-    assert {name: tuple(column.shape) for name, column in everything.items()} == {
-        "ids": (2, 5),
-        "aligned": (2, 5),
-        "topk": (2, 5, 2),
-        "reward": (2,),
-    }
-    assert everything["aligned"][0].tolist() == [1, 1, 1, 7, 7]
-    named = materialize(batch, pad_to_seqlen=5, seq_fields={"ids"})
-    assert (named["ids"].shape[1], named["aligned"].shape[1], named["topk"].shape[1]) == (5, 3, 2)
-    spared = materialize(batch, pad_to_seqlen=5, no_pad_fields={"topk"})
-    assert (spared["aligned"].shape[1], spared["topk"].shape[1]) == (5, 2)
-    assert materialize(batch, pad_to_seqlen=2)["ids"].shape == (2, 3)
-
-
-def test_out_refuses_a_buffer_that_does_not_fit() -> None:
-    nested = to_nested_by_length(torch.ones(2, 3), torch.tensor([3, 1]))
-    for wrong in (torch.empty(2, 2), torch.empty(1, 3), torch.empty(2, 3, 1), torch.empty(2, 3).long()):
-        with pytest.raises(ValueError, match=r"out\['x'\]"):
-            materialize({"x": nested}, out={"x": wrong})
-    rectangle = torch.ones(2, 3)
-    reused = materialize({"x": rectangle}, out={"x": torch.empty(2, 3)})["x"]
-    assert reused.data_ptr() != rectangle.data_ptr()
-    assert torch.equal(reused, rectangle)
-
-
-def test_every_dtype_that_may_travel_packs() -> None:
-    for dtype in DTYPES.values():
-        padded = random_tensor((2, 3), dtype)
-        back = materialize({"x": to_nested_by_length(padded, torch.tensor([3, 3]))})["x"]
-        assert same(back, padded)
-
-
-def test_nested_inputs_of_other_layouts_read_back() -> None:
-    rows = [torch.arange(3), torch.arange(1)]
-    strided = torch.nested.nested_tensor(rows, layout=torch.strided)
-    assert materialize({"x": strided})["x"].tolist() == [[0, 1, 2], [0, 0, 0]]
-    narrowed = torch.nested.narrow(
-        torch.arange(8).view(2, 4), 1, torch.tensor([1, 0]), torch.tensor([2, 3]), layout=torch.jagged
-    )
-    assert materialize({"x": narrowed})["x"].tolist() == [[1, 2, 0], [4, 5, 6]]

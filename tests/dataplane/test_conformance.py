@@ -1,9 +1,9 @@
-"""One suite for every transport: what a client promises, whoever carries it."""
+"""One suite for every transport: what a client promises about columns, tags and partitions. Claims: next door."""
 
 from __future__ import annotations
 
-import threading
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,13 @@ import pytest
 import torch
 
 from spanwise.dataplane import (
-    BatchMeta,
     CapacityExceeded,
-    ClaimTimeout,
     ClientClosed,
     DataPlaneClient,
     DataPlaneError,
     Field,
     FieldNotReady,
-    LeaseExpired,
-    NotSupported,
     PartitionConflict,
-    PartitionExhausted,
     PartitionNotFound,
     SampleConflict,
     SampleNotFound,
@@ -32,35 +27,11 @@ from spanwise.dataplane import (
     kv_first_write,
     materialize,
     read_columns,
-    shard_meta_for_ranks,
-    stack_or_nest,
     to_nested_by_length,
     write_columns,
 )
 from tests.dataplane.conftest import PlaneUnderTest
-
-FIELDS = [Field("ids", torch.int64, (), ragged=True), "reward", "info", "logp"]
-
-
-def ragged(*rows: list[int]) -> torch.Tensor:
-    return to_nested_by_length(
-        torch.tensor([row + [0] * (8 - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
-    )
-
-
-@pytest.fixture
-def ready(plane: PlaneUnderTest) -> tuple[DataPlaneClient, str]:
-    """A client and a registered, empty partition of four samples with two tasks."""
-    client, name = plane.open(), plane.partition()
-    client.register_partition(name, FIELDS, 4, ["train", "score"])
-    return client, name
-
-
-def fill(client: DataPlaneClient, name: str, ids: list[str], start: int = 0) -> BatchMeta:
-    """Ids and rewards: sample i has i + 1 tokens of value i."""
-    rows = [[start + row] * (start + row + 1) for row in range(len(ids))]
-    rewards = torch.arange(start, start + len(ids), dtype=torch.float32)
-    return client.put_samples(ids, name, {"ids": ragged(*rows), "reward": rewards}, [{"n": i} for i in ids])
+from tests.dataplane.samples import FIELDS, fill, ragged
 
 
 def test_a_rollout_becomes_a_training_batch_and_comes_back(plane: PlaneUnderTest) -> None:
@@ -182,6 +153,12 @@ def test_unknown_names(ready: tuple[DataPlaneClient, str]) -> None:
         client.claim_meta(name, "nobody", ["ids"], 1)
     with pytest.raises(TaskNotFound):
         client.check_consumption_status(name, ["nobody"])
+    started = time.monotonic()
+    with pytest.raises(SchemaMismatch, match="'idz'"):  # nobody can ever produce it: there is nothing to wait for
+        client.claim_meta(name, "train", ["ids", "idz"], 1)
+    assert time.monotonic() - started < 30
+    with pytest.raises(SchemaMismatch, match="select_fields"):
+        client.get_samples(["a"], name, "ids")
     with pytest.raises(SampleNotFound):
         client.get_samples(["a", "ghost"], name, ["ids"])
     with pytest.raises(SampleNotFound):
@@ -200,11 +177,14 @@ def test_unknown_names(ready: tuple[DataPlaneClient, str]) -> None:
         (["a", "b"], {"reward": 3}, SchemaMismatch),
         ([], {"reward": torch.ones(0)}, SchemaMismatch),
         (["a", ""], {"reward": torch.ones(2)}, SchemaMismatch),
+        (["a", "\ud800"], {"reward": torch.ones(2)}, SchemaMismatch),
+        (["a", "b"], {"reward": torch.eye(2).to_sparse()}, SchemaMismatch),
+        (["a", "b"], {"reward": torch.ones(2, device="meta")}, SchemaMismatch),
         (["a", "b"], None, SchemaMismatch),
         (["a", "b"], {"info": [1, object()]}, UnsafeObject),
         (["p", "q", "r", "s"], {"reward": torch.ones(4)}, CapacityExceeded),
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_a_refused_put_changes_nothing(
     ready: tuple[DataPlaneClient, str], ids: list[str], columns: Any, error: type[DataPlaneError]
@@ -251,83 +231,56 @@ def test_tags_travel_and_merge(ready: tuple[DataPlaneClient, str]) -> None:
         client.put_samples(["a"], name, tags=[{"f": print}])
 
 
-def test_claims_give_up_to_a_batch_and_at_least_the_minimum(ready: tuple[DataPlaneClient, str]) -> None:
-    client, name = ready
-    fill(client, name, ["a", "b", "c"])
-    assert client.claim_meta(name, "train", ["ids"], 4, blocking=False) is None
-    started = time.monotonic()
-    with pytest.raises(ClaimTimeout):
-        client.claim_meta(name, "train", ["ids"], 4, timeout_s=0.2)
-    assert time.monotonic() - started < 10
-    got = client.claim_meta(name, "train", ["ids"], 4, min_batch=2)
-    assert got is not None
-    assert got.ids == ["a", "b", "c"]
-    assert client.claim_meta(name, "score", ["ids", "reward"], 2).ids == ["a", "b"]
-    assert client.claim_meta(name, "train", ["ids"], 1, blocking=False) is None
-    fill(client, name, ["d"], start=3)
-    assert client.claim_meta(name, "train", ["ids"], 3).ids == ["d"]
-    for blocking in (True, False):
-        with pytest.raises(PartitionExhausted):
-            client.claim_meta(name, "train", ["ids"], 1, blocking=blocking)
-    assert client.check_consumption_status(name, ["train"])
-    assert not client.check_consumption_status(name, ["train", "score"])
+AWKWARD_TAGS: dict[str, Any] = {
+    "pair": (1, [2, None]),
+    "when": datetime(2026, 1, 2, tzinfo=UTC),
+    "large": 2**70,
+    "text": "ü",
+    "scores": torch.tensor([1.5, -2.0]),
+    "array": np.arange(3),
+}
+
+
+def test_tags_of_every_kind_reach_every_client(plane: PlaneUnderTest) -> None:
+    writer, reader, name = plane.open(), plane.open(), plane.partition()
+    writer.register_partition(name, FIELDS, 4, ["train"])
+    mine = {"list": [1], **AWKWARD_TAGS}
+    written = writer.put_samples(["a"], name, {"ids": ragged([1])}, [mine])
+    mine["list"].append(2)  # neither a later change of what was put,
+    written.tags[0]["list"].append(3)  # nor one of what was returned is seen by others
+    claimed = reader.claim_meta(name, "train", ["ids"], 1)
+    assert claimed is not None
+    for found in (written.tags[0], claimed.tags[0]):
+        assert {key: repr(value) for key, value in found.items() if key != "list"} == {
+            key: repr(value) for key, value in AWKWARD_TAGS.items()
+        }
+    assert claimed.tags[0]["list"] == [1]
+
+
+def test_a_column_that_comes_later_does_not_change_how_long_a_sample_is(plane: PlaneUnderTest) -> None:
+    client, name = plane.open(), plane.partition()
+    client.register_partition(name, ["input_ids", "teacher_ids", "response"], 5, ["train"])
+    padded = torch.tensor([[1, 2, 3], [4, 0, 0]])
+    meta = kv_first_write(client, name, {"input_ids": padded}, lengths=torch.tensor([3, 1]))
+    later = client.put_samples(meta.ids, name, {"teacher_ids": ragged([1] * 5, [2] * 4)})
+    client.put_samples(meta.ids, name, {"response": ragged([], [7])})
+    assert later.lengths == [3, 1]
+    claimed = client.claim_meta(name, "train", ["input_ids", "teacher_ids", "response"], 2)
+    assert claimed is not None
+    assert dict(zip(claimed.ids, claimed.lengths, strict=True)) == dict(zip(meta.ids, [3, 1], strict=True))
+    assert client.put_samples(["u"], name, {"teacher_ids": ragged([1] * 6)}).lengths == [6]
+    assert client.put_samples(["u"], name, {"input_ids": ragged([1] * 2)}).lengths == [2]
+    assert client.put_samples(["v"], name, tags=[{"n": 1}]).lengths == [0]
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"batch_size": 0}, {"min_batch": 0}, {"min_batch": 3}, {"lease_s": 0.0}, {"required_fields": "ids"}],
-    ids=str,
+    "tags", [[{"input_lengths": "3"}], [{"input_lengths": -1}], [{"input_lengths": None}]], ids=range(3)
 )
-def test_bad_claims_are_refused(ready: tuple[DataPlaneClient, str], arguments: dict[str, Any]) -> None:
+def test_bad_tags_are_refused(ready: tuple[DataPlaneClient, str], tags: list[Any]) -> None:
     client, name = ready
-    with pytest.raises(ValueError, match="claim_meta was given"):
-        client.claim_meta(name, "train", **{"required_fields": ["ids"], "batch_size": 2, **arguments})
-
-
-def test_a_waiting_claim_wakes_when_the_field_is_produced(plane: PlaneUnderTest) -> None:
-    client, other, name = plane.open(), plane.open(), plane.partition()
-    client.register_partition(name, FIELDS, 4, ["train"])
-    got: list[BatchMeta | None] = []
-    waiter = threading.Thread(
-        target=lambda: got.append(other.claim_meta(name, "train", ["ids", "logp"], 2, timeout_s=30))
-    )
-    waiter.start()
-    fill(client, name, ["a", "b", "c"])
-    client.put_samples(["c", "b"], name, {"logp": torch.ones(2)})
-    waiter.join(30)
-    assert got[0] is not None
-    assert sorted(got[0].ids) == ["b", "c"]
-
-
-def test_clearing(ready: tuple[DataPlaneClient, str]) -> None:
-    client, name = ready
-    fill(client, name, ["a", "b", "c", "d"])
-    client.claim_meta(name, "train", ["ids"], 2)
-    client.clear_samples(["a", "c"], name)
-    with pytest.raises(SampleNotFound):
-        client.get_samples(["a"], name, ["ids"])
-    assert client.get_samples(["b"], name, ["ids"])["ids"].values().tolist() == [1, 1]
-    assert client.claim_meta(name, "train", ["ids"], 4).ids == ["d"]
-    with pytest.raises(PartitionExhausted):
-        client.claim_meta(name, "train", ["ids"], 1)
-    client.clear_samples(None, name)
+    with pytest.raises(SchemaMismatch, match="Fix:"):
+        client.put_samples(["a"], name, {"ids": ragged([1, 2, 3])}, tags)
     assert client.stats()["partitions"][name]["samples"] == 0
-    fill(client, name, ["a"])
-    assert client.claim_meta(name, "train", ["ids"], 1).ids == ["a"]
-    assert client.get_samples([], name, ["ids"]) == {}
-
-
-def test_what_was_cleared_is_not_waited_for(ready: tuple[DataPlaneClient, str]) -> None:
-    client, name = ready
-    fill(client, name, ["a", "b", "c", "d"])
-    claimed = client.claim_meta(name, "train", ["ids"], 3)
-    client.clear_samples([sample for sample in "abcd" if sample not in claimed.ids], name)
-    assert client.check_consumption_status(name, ["train"])
-    assert not client.check_consumption_status(name, ["train", "score"])
-    with pytest.raises(PartitionExhausted):
-        client.claim_meta(name, "train", ["ids"], 1)
-    client.clear_samples(claimed.ids, name)
-    assert client.check_consumption_status(name, ["train", "score"])
 
 
 def test_registering(ready: tuple[DataPlaneClient, str]) -> None:
@@ -339,11 +292,34 @@ def test_registering(ready: tuple[DataPlaneClient, str]) -> None:
         client.register_partition(name, FIELDS, 5, ["train", "score"])
     with pytest.raises(PartitionConflict):
         client.register_partition(name, FIELDS, 4, ["train"])
-    for arguments in ((["a", "a"], 1, ["t"]), ([], 1, ["t"]), (["a"], 0, ["t"]), (["a"], 1, ["t", "t"])):
+    for arguments in (
+        (["a", "a"], 1, ["t"]),
+        ([], 1, ["t"]),
+        ("ab", 1, ["t"]),
+        (["a"], 0, ["t"]),
+        (["a"], 1, ["t"] * 2),
+    ):
         with pytest.raises(SchemaMismatch):
             client.register_partition("bad", *arguments)
-    with pytest.raises(ValueError, match="dtype"):
-        client.register_partition("bad", [Field("a", "float12")], 1, ["t"])
+    for dtype in ("float12", torch.quint8):
+        with pytest.raises(ValueError, match="dtype"):
+            client.register_partition("bad", [Field("a", dtype)], 1, ["t"])
+
+
+def test_a_field_may_be_declared_in_part(plane: PlaneUnderTest) -> None:
+    client, name = plane.open(), plane.partition()
+    fields = [Field("ids", ragged=True), Field("box", torch.float32, torch.Size([4])), Field("logp", torch.float32)]
+    client.register_partition(name, fields, 2, ["t"])
+    with pytest.raises(SchemaMismatch, match="'ids'"):
+        client.put_samples(["a", "b"], name, {"ids": torch.ones(2)})
+    with pytest.raises(SchemaMismatch, match="'box'"):
+        client.put_samples(["a", "b"], name, {"box": torch.ones(2, 3)})
+    client.put_samples(["a", "b"], name, {"ids": torch.ones(2, 3), "box": torch.ones(2, 4), "logp": torch.ones(2)})
+    got = client.get_samples(["b"], name, ["ids", "box", "logp"])
+    assert got["ids"].is_nested
+    assert got["box"].shape == (1, 4)
+    with pytest.raises(SchemaMismatch, match="'logp'"):
+        client.put_samples(["a", "b"], name, {"logp": torch.ones(2, 3)})  # the first put said what it is
 
 
 def test_close_is_local_and_final(plane: PlaneUnderTest) -> None:
@@ -364,57 +340,6 @@ def test_close_is_local_and_final(plane: PlaneUnderTest) -> None:
         with pytest.raises(ClientClosed):
             call()
     assert other.get_samples(["a"], name, ["ids"])["ids"].values().tolist() == [0]
-
-
-def test_leases(plane: PlaneUnderTest) -> None:
-    client, name = plane.open(), plane.partition()
-    client.register_partition(name, FIELDS, 4, ["train"])
-    fill(client, name, ["a", "b", "c", "d"])
-    if not plane.has_leases:
-        with pytest.raises(NotSupported, match="lease"):
-            client.claim_meta(name, "train", ["ids"], 2, lease_s=1.0)
-        for call in (client.ack, client.release):
-            with pytest.raises(NotSupported, match="lease"):
-                call(BatchMeta(["a"], name))
-        return
-    first = client.claim_meta(name, "train", ["ids"], 2, lease_s=60.0)
-    second = client.claim_meta(name, "train", ["ids"], 2, lease_s=0.05)
-    assert first is not None
-    assert second is not None
-    assert (first.ids, second.ids) == (["a", "b"], ["c", "d"])
-    client.ack(first.subset(["a"]))
-    client.release(first.drop(["a"]))
-    with pytest.raises(LeaseExpired):
-        client.ack(first)
-    time.sleep(0.1)  # the second lease runs out
-    again = client.claim_meta(name, "train", ["ids"], 3, timeout_s=20, lease_s=60.0)
-    assert again is not None
-    assert sorted(again.ids) == ["b", "c", "d"]
-    for call in (client.ack, client.release):
-        with pytest.raises(LeaseExpired):
-            call(second)
-    assert not client.check_consumption_status(name, ["train"])
-    with pytest.raises(ClaimTimeout):
-        client.claim_meta(name, "train", ["ids"], 1, timeout_s=0.05)
-    client.ack(again)
-    assert client.check_consumption_status(name, ["train"])
-    with pytest.raises(PartitionExhausted):
-        client.claim_meta(name, "train", ["ids"], 1)
-    with pytest.raises(LeaseExpired):
-        client.release(BatchMeta(["a"], name))
-
-
-def test_ranks_share_a_batch_and_their_results_come_back_in_order(ready: tuple[DataPlaneClient, str]) -> None:
-    client, name = ready
-    fill(client, name, ["a", "b", "c", "d"])
-    claimed = client.claim_meta(name, "train", ["ids"], 4)
-    assert claimed is not None
-    shards, inverse = shard_meta_for_ranks(claimed, 2)
-    sums = torch.cat([torch.stack([row.sum() for row in client.get_data(shard)["ids"].unbind()]) for shard in shards])
-    assert sums[inverse].tolist() == [0, 2, 6, 12]
-    for shard in shards:
-        write_columns(client, shard, {"logp": stack_or_nest([torch.ones(n) for n in shard.lengths])})
-    assert client.claim_meta(name, "score", ["logp"], 4) is not None
 
 
 def test_every_client_is_a_data_plane_client(plane: PlaneUnderTest) -> None:

@@ -1,20 +1,13 @@
-"""What is lost when something dies: real processes, real SIGKILL, every fault against every transport it applies to.
-
-Each test records its cell (fault × transport) when it has passed; the last one fails when cells are missing, so that a
-fault that silently stopped being tested is seen. Threads cannot be killed, so some cells do not exist for memory.
-"""
+"""What is lost when something dies: real processes, real SIGKILL, every fault against every transport it applies to."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from itertools import cycle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,105 +15,19 @@ import pytest
 import torch
 
 from spanwise.dataplane import (
-    CapacityExceeded,
-    ClaimTimeout,
-    DataPlaneClient,
     FieldNotReady,
     GetTimeout,
-    PartitionConflict,
     PartitionExhausted,
     PutTimeout,
     SampleNotFound,
     TransportDown,
 )
 from spanwise.dataplane.transports.shared_memory import ROOT
-from tests.dataplane.conftest import QUEUE_ROWS, PlaneUnderTest, QueueKeeper, make_plane
+from tests.dataplane.conftest import PlaneUnderTest, QueueKeeper, Spawn
+from tests.dataplane.faults import TQ, cells, kill, passed, prepared, ready, shm_files
 from tests.dataplane.victim import rollout
 
 pytestmark = pytest.mark.xdist_group("ray")  # one worker: the cells are counted in one process
-REPOSITORY = Path(__file__).resolve().parents[2]
-EXPECTED_CELLS = 47
-CELLS: set[str] = set()
-
-TQ = ["tq-columns", "tq-frame"]
-Spawn = Callable[..., subprocess.Popen[str]]
-
-
-def cells(fault: str, *kinds: str) -> pytest.MarkDecorator:
-    """Run a test once per transport named."""
-    params = [
-        pytest.param((fault, kind), marks=pytest.mark.ray if kind in TQ else (), id=f"{fault}-{kind}") for kind in kinds
-    ]
-    return pytest.mark.parametrize("cell", params)
-
-
-@pytest.fixture
-def arena(cell: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[PlaneUnderTest]:
-    """The plane of the cell; records the cell when its test passes."""
-    yield from make_plane(cell[1], request)
-
-
-@pytest.fixture
-def spawn(arena: PlaneUnderTest) -> Iterator[Spawn]:
-    """Start a victim on the same plane; whatever is left is killed at the end."""
-    started: list[subprocess.Popen[str]] = []
-
-    def start(role: str, partition: str) -> subprocess.Popen[str]:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.dataplane.victim",
-            role,
-            arena.url,
-            arena.options.get("layout", ""),
-            partition,
-        ]
-        victim = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **arena.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        started.append(victim)
-        return victim
-
-    yield start
-    for victim in started:
-        if victim.poll() is None:
-            victim.kill()
-        victim.communicate()
-
-
-def ready(victim: subprocess.Popen[str]) -> str:
-    """Wait for the victim's word, and return what it said."""
-    assert victim.stdout is not None
-    for line in victim.stdout:
-        if line.startswith("READY"):
-            return line.removeprefix("READY").strip()
-    raise AssertionError(f"the victim died early, with {victim.wait()}")
-
-
-def kill(victim: subprocess.Popen[str]) -> None:
-    victim.kill()
-    assert victim.wait(30) == -signal.SIGKILL
-
-
-def prepared(plane: PlaneUnderTest, samples: int = 2) -> tuple[DataPlaneClient, str]:
-    client, name = plane.open(), plane.partition()
-    client.register_partition(name, ["ids", "reward"], samples, ["train"])
-    return client, name
-
-
-def passed(cell: tuple[str, str]) -> None:
-    CELLS.add(" × ".join(cell))
-
-
-def shm_files(plane: PlaneUnderTest) -> list[str]:
-    name = plane.url.removeprefix("shm://")
-    return sorted(path.name for path in (ROOT / f"spanwise-{os.getuid()}-{name}").glob("*"))
 
 
 @pytest.mark.parametrize(
@@ -252,207 +159,6 @@ def test_four_threads_claim_a_thousand_samples_exactly_once(arena: PlaneUnderTes
     passed(cell)
 
 
-@cells("duplicate-put", "memory", "shm", *TQ)
-def test_putting_twice_replaces_and_keeps_the_cursor(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
-    client, name = prepared(arena)
-    client.put_samples(["a", "b"], name, rollout())
-    assert client.claim_meta(name, "train", ["ids"], 2) is not None
-    client.put_samples(["a", "b"], name, rollout())
-    client.put_samples(["a", "b"], name, {"reward": torch.tensor([5.0, 6.0])})
-    with pytest.raises(PartitionExhausted):
-        client.claim_meta(name, "train", ["ids"], 1)
-    got = client.get_samples(["b", "a"], name, ["ids", "reward"])
-    assert got["reward"].tolist() == [6, 5]
-    assert got["ids"].values().tolist() == [1] * 4
-    passed(cell)
-
-
-@cells("partial-fetch", "memory", "shm", *TQ)
-def test_a_partial_fetch_is_refused_whole(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
-    client, name = prepared(arena)
-    client.put_samples(["a", "b"], name, {"reward": torch.ones(2)})
-    client.put_samples(["b"], name, {"ids": _one_row()})
-    with pytest.raises(FieldNotReady) as error:
-        client.get_samples(["a", "b"], name, ["reward", "ids"])
-    assert error.value.missing == {"a": ["ids"]}
-    assert client.claim_meta(name, "train", ["ids", "reward"], 2, blocking=False) is None
-    passed(cell)
-
-
-def _one_row() -> torch.Tensor:
-    return torch.nested.nested_tensor([torch.ones(2, dtype=torch.int64)], layout=torch.jagged)
-
-
-@cells("capacity-block", "memory", "shm")
-def test_a_full_plane_blocks_until_there_is_room(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
-    client = arena.open(max_bytes=100_000)
-    name = arena.partition()
-    client.register_partition(name, ["reward"], 10, ["train"])
-    column = {"reward": torch.ones(1, 15_000)}
-    client.put_samples(["a"], name, column)
-    before = client.stats()
-    started = time.monotonic()
-    with pytest.raises(PutTimeout):
-        client.put_samples(["b"], name, column, timeout_s=0.3)
-    assert time.monotonic() - started < 10
-    with pytest.raises(CapacityExceeded):
-        client.put_samples(["b", "c"], name, {"reward": torch.ones(2, 15_000)})
-    assert client.stats() == before
-    waiter = threading.Thread(target=lambda: client.put_samples(["b"], name, column, timeout_s=30))
-    waiter.start()
-    time.sleep(0.1)
-    client.clear_samples(["a"], name)
-    waiter.join(30)
-    assert client.get_samples(["b"], name, ["reward"])["reward"].shape == (1, 15_000)
-    with pytest.raises(PartitionConflict):
-        arena.open(max_bytes=5)
-    passed(cell)
-
-
-@cells("capacity-raise", "memory", "shm")
-def test_a_full_plane_raises_when_asked_to(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
-    client = arena.open(max_rows=2, when_full="raise")
-    name = arena.partition()
-    client.register_partition(name, ["ids", "reward"], 10, ["train"])
-    client.put_samples(["a", "b"], name, rollout())
-    before = client.stats()
-    with pytest.raises(CapacityExceeded):
-        client.put_samples(["c"], name, {"reward": torch.ones(1)})
-    assert client.stats() == before
-    client.put_samples(["a"], name, {"reward": torch.zeros(1)})
-    passed(cell)
-
-
-@cells("capacity-raise", *TQ)
-def test_a_full_queue_raises_and_keeps_no_phantom_keys(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
-    client, name = prepared(arena, 2 * QUEUE_ROWS)
-    ids = [f"s{i}" for i in range(QUEUE_ROWS + 1)]
-    with pytest.raises(CapacityExceeded):
-        client.put_samples(ids, name, {"reward": torch.ones(len(ids))})
-    assert client.stats()["partitions"][name]["samples"] == 0
-    assert client.claim_meta(name, "train", ["reward"], 1, blocking=False) is None
-    client.put_samples(ids[:2], name, {"reward": torch.ones(2)})
-    with pytest.raises(CapacityExceeded):
-        client.put_samples(ids[2:], name, {"reward": torch.ones(len(ids) - 2)})
-    assert client.stats()["partitions"][name]["samples"] == 2
-    client.put_samples(ids[:2], name, {"ids": rollout()["ids"]})
-    assert client.get_samples(ids[:2], name, ["reward"])["reward"].tolist() == [1, 1]
-    client.clear_samples(None, name)
-    passed(cell)
-
-
-@cells("slow-reader", "memory", "shm")
-def test_a_fast_writer_cannot_outrun_memory(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
-    limit = 300_000
-    client = arena.open(max_bytes=limit)
-    name = arena.partition()
-    client.register_partition(name, ["reward"], 40, ["train"])
-    most = 0
-
-    def write() -> None:
-        for i in range(40):
-            client.put_samples([f"s{i}"], name, {"reward": torch.full((1, 15_000), float(i))}, timeout_s=60)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    seen: list[float] = []
-    while len(seen) < 40:
-        meta = client.claim_meta(name, "train", ["reward"], 1, timeout_s=60)
-        assert meta is not None
-        most = max(most, client.stats()["bytes"])
-        seen.append(float(client.get_data(meta)["reward"][0, 0]))
-        client.clear_samples(meta.ids, name)
-    writer.join()
-    assert seen == [float(i) for i in range(40)]
-    assert 0 < most <= limit
-    passed(cell)
-
-
-@cells("slow-reader", *TQ)
-def test_a_fast_writer_is_refused_until_the_queue_is_read(arena: PlaneUnderTest, cell: tuple[str, str]) -> None:
-    """The queue refuses and does not wait: a writer that tries again never has more than max_rows samples in it."""
-    each, rounds = QUEUE_ROWS // 3, 5
-    client, name = prepared(arena, each * rounds)
-    refused, held, most = threading.Event(), 0, 0
-    count = threading.Lock()
-
-    def write() -> None:
-        nonlocal held, most
-        for start in range(0, each * rounds, each):
-            ids = [f"s{i}" for i in range(start, start + each)]
-            while True:
-                try:
-                    client.put_samples(ids, name, {"reward": torch.ones(each)})
-                    break
-                except CapacityExceeded:
-                    refused.set()
-                    time.sleep(0.05)
-            with count:
-                held += each
-                most = max(most, held)
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    assert refused.wait(60)
-    for _ in range(rounds):
-        meta = client.claim_meta(name, "train", ["reward"], each, timeout_s=60)
-        assert meta is not None
-        assert int(client.get_data(meta)["reward"].sum()) == each
-        with count:
-            held -= each
-        client.clear_samples(meta.ids, name)
-    writer.join(60)
-    assert client.check_consumption_status(name, ["train"])
-    assert 0 < most <= QUEUE_ROWS
-    passed(cell)
-
-
-@cells("late-claim", *TQ)
-def test_a_claimer_that_times_out_and_tries_again_loses_nothing(
-    arena: PlaneUnderTest, monkeypatch: pytest.MonkeyPatch, cell: tuple[str, str]
-) -> None:
-    """The controller consumes what a claim asks for, whether or not the claimer still waits for its answer."""
-    samples = 16
-    client, name = prepared(arena, samples)
-    writing = arena.open()
-
-    def dribble() -> None:
-        for i in range(samples):
-            writing.put_samples([f"s{i}"], name, {"reward": torch.ones(1)})
-            time.sleep(0.03)
-
-    writer = threading.Thread(target=dribble)
-    queue = client.process.client
-    answers = {"get_meta": queue.get_meta, "kv_retrieve_keys": queue.kv_retrieve_keys}
-    delays = cycle([0.0, 0.15])
-    for method, answer in answers.items():  # every other answer comes when the deadline has passed
-
-        def late(*arguments: Any, answer: Any = answer, **named: Any) -> Any:
-            found = answer(*arguments, **named)
-            time.sleep(next(delays))
-            return found
-
-        monkeypatch.setattr(queue, method, late)
-    writer.start()
-    had: list[str] = []
-    late_answers = 0
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        asked = time.monotonic()
-        try:
-            meta = client.claim_meta(name, "train", ["reward"], 1, timeout_s=0.1)
-        except ClaimTimeout:
-            meta = None
-        except PartitionExhausted:
-            break
-        late_answers += time.monotonic() - asked > 0.1
-        had += meta.ids if meta else []
-    writer.join()
-    assert sorted(had) == sorted(f"s{i}" for i in range(samples))
-    assert late_answers > 0
-    passed(cell)
-
-
 @cells("lock-holder-killed", "shm")
 def test_the_kernel_frees_the_lock_of_a_dead_holder(arena: PlaneUnderTest, spawn: Spawn, cell: tuple[str, str]) -> None:
     client, name = prepared(arena)
@@ -463,7 +169,7 @@ def test_the_kernel_frees_the_lock_of_a_dead_holder(arena: PlaneUnderTest, spawn
     with pytest.raises(PutTimeout):
         client.put_samples(["a", "b"], name, rollout(), timeout_s=0.2)
     kill(victim)
-    client.put_samples(["a", "b"], name, rollout())
+    client.put_samples(["a", "b"], name, rollout(), timeout_s=5)  # its child lives on for longer
     assert client.get_samples(["a"], name, ["reward"])["reward"].tolist() == [1]
     passed(cell)
 
@@ -597,34 +303,3 @@ def down_then_up_again(
     again.register_partition(name, ["ids", "reward"], 2, ["train"])
     again.put_samples(["a", "b"], name, rollout())
     assert again.get_samples(["a"], name, ["ids"])["ids"].values().tolist() == [1, 1, 1]
-
-
-def test_the_guide_lists_every_cell() -> None:
-    """The table of docs/guides/transport.md says the same as the tests do, or gives a reason for a gap."""
-    tested: dict[str, set[str]] = {}
-    for test in globals().values():
-        for mark in getattr(test, "pytestmark", ()):
-            if mark.name == "parametrize" and mark.args[0] == "cell":
-                for parameter in mark.args[1]:
-                    fault, kind = parameter.values[0]
-                    tested.setdefault(fault, set()).add(kind)
-    listed: dict[str, set[str]] = {}
-    for line in (REPOSITORY / "docs" / "guides" / "transport.md").read_text().splitlines():
-        entries = [entry.strip() for entry in line.strip("|").split("|")]
-        if len(entries) == 5 and entries[0].startswith("`"):
-            fault, memory, shm, queue, reason = entries
-            listed[fault.strip("`")] = {kind for kind, ran in (("memory", memory), ("shm", shm)) if ran == "yes"} | {
-                kind for kind in TQ if queue in ("yes", kind.removeprefix("tq-"))
-            }
-            assert reason or "–" not in entries, f"{fault}: a gap without a reason"
-    assert listed == tested
-
-
-def test_every_cell_ran(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reports how many fault × transport cells ran, and fails when fewer did than there are."""
-    chosen = [item for item in request.session.items if "arena" in getattr(item, "fixturenames", ())]
-    with capsys.disabled():
-        print(f"\nfault × transport cells: {len(CELLS)} of {EXPECTED_CELLS} ran", file=sys.stderr)
-    assert len(CELLS) == len(chosen)
-    if request.config.option.markexpr in ("", "not full and not gpu") and not request.config.option.keyword:
-        assert len(CELLS) == EXPECTED_CELLS

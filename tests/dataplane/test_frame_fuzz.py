@@ -18,11 +18,11 @@ import msgspec
 import pytest
 import torch
 
-from spanwise.dataplane.errors import CorruptFrame
+from spanwise.dataplane.errors import CorruptFrame, UnsafeObject
 from spanwise.dataplane.frame_format import PREFIX, PREFIX_BYTES, align, write_prefix
 from spanwise.dataplane.frame_writer import encode_frame
-from spanwise.dataplane.frames import Frame, decode_frame
-from spanwise.dataplane.objects import decode_object
+from spanwise.dataplane.frames import Frame, decode_frame, read_header
+from spanwise.dataplane.objects import decode_object, encode_object
 from tests.dataplane.test_frames import rollout
 
 Shapes = dict[str, Any]
@@ -198,6 +198,66 @@ def test_no_fuzz_asks_the_kernel_for_memory() -> None:
     assert int(run.stdout) > 1000
 
 
+def with_section(good: bytes, number: int, content: bytes) -> bytes:
+    """The frame with other bytes in one section, of its old length, and valid checksums."""
+    raw = header_of(good)
+    header = msgspec.msgpack.decode(raw)
+    place, length, crc = header["sections"][number]
+    assert len(content) == length
+    header["sections"][number][2] = None if crc is None else zlib.crc32(content)
+    start = align(PREFIX_BYTES + len(raw)) + place
+    return reheaded(good[:start] + content + good[start + length :], msgspec.msgpack.encode(header))
+
+
+OFFSETS = [
+    [-1, 0, 1, 5],
+    [0, -1, 2, 5],
+    [0, 3, 2, 5],
+    [0, 5, 5, 4],
+    [0, 3, 3, 6],
+    [0, 3, 3, 2**62],
+    [0, 2**63 - 1, 2**63 - 1, 2**63 - 1],
+    [1, 3, 3, 5],
+    [0, 3, -(2**63), 5],
+]
+
+
+@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+def test_negative_overlapping_and_huge_offsets_with_valid_checksums(plain_frame: bytes, offsets: list[int]) -> None:
+    header = read_header(plain_frame)
+    places = [group.section for group in header.groups] + [column.offsets for column in header.objects]
+    assert header.tags is not None
+    for place in (*places, header.tags.offsets):
+        hostile = with_section(plain_frame, place, struct.pack("<4q", *offsets))
+        with pytest.raises(CorruptFrame):
+            touch(hostile)
+
+
+def test_any_payload_with_valid_checksums(plain_frame: bytes) -> None:
+    """Random bytes in every section: offsets and objects are judged, values are only numbers."""
+    chance = random.Random(0)
+    header = read_header(plain_frame)
+    frames = [
+        with_section(plain_frame, place, chance.randbytes(section.length))
+        for _ in range(30)
+        for place, section in enumerate(header.sections)
+    ]
+    shapes = [touch(hostile) for hostile in frames if not refusals(iter([hostile]))]
+    expected = touch(plain_frame)
+    assert len(shapes) < len(frames)
+    assert all((shape["columns"], shape["offsets"]) == (expected["columns"], expected["offsets"]) for shape in shapes)
+
+
+def test_shapes_that_overflow_are_corrupt() -> None:
+    """No element, so no byte is missing: only the product of the dimensions is beyond any tensor."""
+    good = bytes(encode_frame({"x": torch.ones(2, 0, 3)}))
+    header = msgspec.msgpack.decode(header_of(good))
+    for rows, tail in ((2, [2**62, 2**62, 0]), (2, [0, 2**62, 2**62]), (2, [2**58, 0]), (2, [0] * 65), (2**31, [0, 3])):
+        header["rows"], header["fields"][0][2] = rows, tail
+        with pytest.raises(CorruptFrame):
+            decode_frame(reheaded(good, msgspec.msgpack.encode(header)))
+
+
 @pytest.mark.parametrize("total", [0, 32, 63, 2**31, 2**63, 2**64 - 1])
 @pytest.mark.parametrize("header_bytes", [0, 1, 2**16, 2**32 - 1])
 def test_prefix_integers_with_valid_checksums(plain_frame: bytes, total: int, header_bytes: int) -> None:
@@ -228,7 +288,11 @@ def test_prefix_integers_with_valid_checksums(plain_frame: bytes, total: int, he
         msgspec.msgpack.encode(msgspec.msgpack.Ext(3, msgspec.msgpack.encode(["<f4", [-1], b"1234"]))),
         msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(["object", [1], b"1234"]))),
         msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(["float32", [2], b"1234"]))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(3, msgspec.msgpack.encode(["<f4", [2**61, 2**61, 0], b""]))),
+        msgspec.msgpack.encode(msgspec.msgpack.Ext(4, msgspec.msgpack.encode(["float32", [2**61, 2**61, 0], b""]))),
         msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"1" * 5000)),
+        b"\x91" * 66 + b"\xc0",
+        b"\x81\xa1a" * 66 + b"\xc0",
     ],
 )
 def test_hostile_objects_are_refused_without_allocating(data: bytes) -> None:
@@ -238,6 +302,16 @@ def test_hostile_objects_are_refused_without_allocating(data: bytes) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
+
+
+def test_what_may_be_written_is_not_too_deep_to_read() -> None:
+    value: Any = None
+    for _ in range(65):
+        value = [value, "\u0080" * 80]  # text whose bytes look like containers
+    with pytest.raises(UnsafeObject, match="deeper"):
+        encode_object(value, field="f", row=0)
+    written = encode_object(value[0], field="f", row=0)
+    assert decode_object(written) == value[0]
 
 
 def test_a_tower_of_tuples_is_refused() -> None:

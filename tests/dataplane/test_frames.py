@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from spanwise.dataplane.codec import to_nested_by_length
 from spanwise.dataplane.errors import CorruptFrame, UnsafeObject
-from spanwise.dataplane.frame_format import ALIGNMENT, PREFIX, PREFIX_BYTES
+from spanwise.dataplane.frame_format import ALIGNMENT, MAX_EMPTY_ROWS, PREFIX, PREFIX_BYTES
 from spanwise.dataplane.frame_writer import encode_frame
 from spanwise.dataplane.frames import decode_frame, read_header
 from spanwise.dataplane.schema import DTYPES
@@ -117,11 +117,22 @@ def test_any_lengths_and_tails_round_trip(lengths: list[int], tail: list[int], c
     assert frame.padded()["x"].shape == (len(lengths), width, *tail)
 
 
+def test_shapes_at_the_edge_travel() -> None:
+    deep = torch.arange(2.0).reshape(2, *[1] * 30)
+    frame = decode_frame(encode_frame({"deep": deep, "empty": torch.ones(2, 0, 3)}))
+    assert torch.equal(frame.values("deep"), deep)
+    assert frame.values("empty").shape == (2, 0, 3)
+    nothing = decode_frame(encode_frame({"empty": torch.ones(MAX_EMPTY_ROWS, 0)}))
+    assert len(nothing.tags) == MAX_EMPTY_ROWS
+
+
 def test_names_decide_where_shapes_cannot() -> None:
     fields = {"ids": torch.ones(2, 3), "topk": torch.ones(2, 3)}
     frame = decode_frame(encode_frame(fields, {"tok": [3, 1]}, group_of={"ids": "tok"}))
     assert frame.values("topk").shape == (2, 3)
     assert frame.values("ids").shape == (4,)
+    with pytest.raises(ValueError, match="'idz'"):
+        encode_frame(fields, {"tok": [3, 1]}, group_of={"idz": "tok"})
     with pytest.raises(ValueError, match="group_of"):
         encode_frame(fields, {"a": [3, 1], "b": [1, 3]})
     with pytest.raises(ValueError, match="'ids'"):
@@ -139,6 +150,8 @@ def test_names_decide_where_shapes_cannot() -> None:
         {"fields": {"a": torch.ones(2)}, "tags": [{}]},
         {"fields": {"a": torch.tensor(1.0)}},
         {"fields": {}, "groups": {"tok": [-1, 2]}},
+        {"fields": {"a": torch.ones(2)}, "objects": {"a": [1, 2]}},
+        {"fields": {"a": torch.ones(MAX_EMPTY_ROWS + 1, 0)}},
     ],
 )
 def test_parts_that_do_not_match_are_refused(arguments: dict[str, Any]) -> None:
@@ -155,6 +168,9 @@ def test_selecting_what_is_not_there() -> None:
             frame.select([row])
     with pytest.raises(IndexError):
         frame.row(3)
+    for look in (frame.values, frame.lengths):
+        with pytest.raises(KeyError, match=r"typo.*Fix:"):
+            look("typo")
 
 
 def test_an_unsafe_object_is_refused_when_writing_and_located() -> None:

@@ -46,7 +46,7 @@ def write_and_die(client: Any, partition: str, point: str) -> None:
 
             def commit_or_die(records: list[Any]) -> None:
                 if records[0][0] == "put":
-                    plane._publish = die
+                    plane.log._publish = die
                 commit(records)
 
             plane.commit = commit_or_die
@@ -73,7 +73,15 @@ def hold_a_claim(client: DataPlaneClient, partition: str) -> None:
 
 
 def hold_the_lock(client: Any, _: str) -> None:
+    """Inside a call, with a forked child that lives on for a while."""
     with client.plane.transaction(time.monotonic() + 10, TimeoutError):
+        if os.fork() == 0:
+            parent = os.getppid()
+            os.closerange(0, 3)
+            while os.getppid() == parent:
+                time.sleep(0.05)
+            time.sleep(10)
+            os._exit(0)
         say("READY")
         time.sleep(600)
 

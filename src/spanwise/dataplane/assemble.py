@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
-from spanwise.dataplane.codec import nested_from_rows, nested_parts, object_array, unwrap_wire_stripped_payload
 from spanwise.dataplane.errors import SchemaMismatch
 from spanwise.dataplane.frames import Frame
 from spanwise.dataplane.ledger import Cell
+from spanwise.dataplane.nested import nested_from_rows, nested_parts
+from spanwise.dataplane.object_columns import column_of, object_array
 from spanwise.dataplane.ragged import byte_view, plain, row_bytes, tensor_over
-from spanwise.dataplane.schema import DTYPE_NAMES, OBJECT, Columns, Field
+from spanwise.dataplane.schema import DTYPE_NAMES, LENGTH_TAG, OBJECT, Columns, Field
 
 
 def put_columns(fields: Columns, rows: int, ragged: set[str]) -> dict[str, Any]:
@@ -44,18 +45,19 @@ def put_columns(fields: Columns, rows: int, ragged: set[str]) -> dict[str, Any]:
 
 
 def _as_column(name: str, leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf.detach()
-    if isinstance(leaf, np.ndarray) and leaf.dtype == object and leaf.ndim == 1:
-        return leaf
-    if isinstance(leaf, list):
-        return object_array(leaf)
-    kept = getattr(leaf, "_non_tensordict", None)
-    if isinstance(kept, dict) and isinstance(kept.get("data"), np.ndarray):
-        return kept["data"]
-    members = getattr(leaf, "tensordicts", None)
-    if members is not None:
-        return object_array([unwrap_wire_stripped_payload(member) for member in members])
+    try:
+        column = column_of(name, leaf)
+    except TypeError:
+        column = None
+    if isinstance(column, Tensor):
+        if column.is_meta or not (column.is_nested or column.layout == torch.strided):
+            raise SchemaMismatch(
+                f"field '{name}' is a {column.layout} tensor on {column.device}; expected one that holds every value. "
+                "A sparse or a meta tensor was probably passed. Fix: column.to_dense(), or load its values first."
+            )
+        return column.detach()
+    if isinstance(column, np.ndarray) and column.dtype == object and column.ndim == 1:
+        return column
     raise SchemaMismatch(
         f"field '{name}' is a {type(leaf).__name__}; expected a tensor, a nested tensor, a list or an ndarray of dtype "
         "object. A NumPy or nested column was probably passed. Fix: torch.as_tensor(...) or flatten it."
@@ -75,8 +77,12 @@ def schema_of(name: str, column: Any) -> Field:
     return Field(name, DTYPE_NAMES[column.dtype], tuple(tail), ragged=column.is_nested)
 
 
-def sample_lengths(columns: Mapping[str, Any], tags: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Tokens per sample: the tag ``input_lengths``, else ``input_ids``, else the longest ragged column; -1 unknown."""
+def sample_lengths(columns: Mapping[str, Any], tags: Sequence[Mapping[str, Any]], known: Sequence[int]) -> list[int]:
+    """Tokens per sample: the tag ``input_lengths``, else ``input_ids``, else what is known, else the longest column.
+
+    A column that is written back later (a teacher's tokens, a response) does not change how long its sample is.
+    ``known`` and the result are -1 where nothing says it.
+    """
     ragged = {
         name: nested_parts(column)[1]
         for name, column in columns.items()
@@ -85,8 +91,19 @@ def sample_lengths(columns: Mapping[str, Any], tags: Sequence[Mapping[str, Any]]
     if "input_ids" in ragged:
         lengths = ragged["input_ids"]
     else:
-        lengths = [max(entry) for entry in zip(*ragged.values(), strict=True)] or [-1] * len(tags)
-    return [int(tag.get("input_lengths", length)) for tag, length in zip(tags, lengths, strict=True)]
+        longest = [max(entry) for entry in zip(*ragged.values(), strict=True)] or [-1] * len(tags)
+        lengths = [guess if sure < 0 else sure for sure, guess in zip(known, longest, strict=True)]
+    return [_tagged_length(row, tag, length) for row, (tag, length) in enumerate(zip(tags, lengths, strict=True))]
+
+
+def _tagged_length(row: int, tag: Mapping[str, Any], otherwise: int) -> int:
+    length = tag.get(LENGTH_TAG, otherwise)
+    if LENGTH_TAG in tag and (not isinstance(length, int) or not 0 <= length < 2**31):
+        raise SchemaMismatch(
+            f"the tag '{LENGTH_TAG}' of row {row} is {length!r}; expected the sample's number of tokens, an int of at "
+            "least 0. A tensor or a text was probably passed. Fix: int(length), or leave the tag to kv_first_write."
+        )
+    return int(length)
 
 
 def read_cells(

@@ -14,6 +14,11 @@ from spanwise.dataplane.meta import BatchMeta
 from spanwise.dataplane.schema import Columns, Field
 
 DEFAULT_TIMEOUT_S = 60.0
+OPTIONS = {
+    "memory": ["max_bytes", "max_rows", "when_full"],
+    "shm": ["max_bytes", "max_rows", "when_full"],
+    "tq": ["layout", "storage_units", "max_rows", "timeout_s"],
+}
 
 
 @runtime_checkable
@@ -68,7 +73,8 @@ class DataPlaneClient(Protocol):
         """Take samples whose required fields are ready and that this task has not had.
 
         Gives up to ``batch_size`` and at least ``min_batch`` (default: all of it) samples, in the order they came.
-        Blocks until then, or raises ClaimTimeout; with ``blocking=False`` it returns None instead. Once all samples of
+        Blocks until then, or raises ClaimTimeout; with ``blocking=False`` it returns None instead; a field that the
+        partition was not registered with is SchemaMismatch at once. Once all samples of
         the partition are in, the last claim may be smaller; then PartitionExhausted. With ``lease_s`` samples come
         back unless they are acknowledged in time.
         """
@@ -126,6 +132,12 @@ def open_client(url: str, **options: Any) -> DataPlaneClient:
     >>> client.close()
     """
     scheme, mark, rest = url.partition("://")
+    unknown = sorted(set(options) - set(OPTIONS.get(scheme, options)))
+    if unknown:
+        raise ValueError(
+            f"open_client('{url}') was given {unknown}; expected some of {OPTIONS[scheme]}. They were probably meant "
+            "for another transport. Fix: leave them out."
+        )
     if mark and scheme == "memory":
         from spanwise.dataplane.transports.memory import open_memory
 

@@ -2,7 +2,8 @@
 
 Writers turn rectangles and lengths into jagged nested tensors (``to_nested_by_length``, ``pack_jagged_fields``);
 readers turn them back (``materialize``). The names and arguments are those of NeMo RL's codec; where this one is
-stricter it says so in docs/compatibility.md. Everything costs one pass over the bytes kept plus O(N) per column.
+stricter it says so in docs/compatibility.md. Everything costs one pass over the bytes kept plus O(N) per column. What
+a column *is* lives next door: nested.py, object_columns.py, rectangles.py.
 
 Shapes: N rows, S padded width, L_i the length of row i, ``*tail`` further dimensions of one token.
 """
@@ -10,7 +11,7 @@ Shapes: N rows, S padded width, L_i the length of row i, ``*tail`` further dimen
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,25 @@ import torch
 from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
-from spanwise.dataplane.ragged import gather_spans, place_spans, write_padded
+from spanwise.dataplane.nested import nested_from_rows, nested_parts, whole_lengths
+from spanwise.dataplane.object_columns import column_of, object_stack, unwrap_wire_stripped_payload
+from spanwise.dataplane.ragged import gather_spans
+from spanwise.dataplane.rectangles import exact_pad, rectangle
 from spanwise.dataplane.schema import LAYOUTS, Layout
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+__all__ = [
+    "materialize",
+    "maybe_pack_jagged",
+    "pack_jagged_fields",
+    "pack_per_token_field",
+    "response_from_nested",
+    "stack_or_nest",
+    "to_nested_by_length",
+    "unwrap_wire_stripped_payload",
+]
 
 
 def to_nested_by_length(padded: Tensor, lengths: Tensor, *, strict: bool = True) -> Tensor:
@@ -42,10 +57,11 @@ def to_nested_by_length(padded: Tensor, lengths: Tensor, *, strict: bool = True)
     >>> nested.values().tolist(), nested.offsets().tolist()
     ([1, 2, 3], [0, 2, 3])
     """
-    if padded.dim() < 2:
+    if padded.dim() < 2 or padded.is_nested:
         raise ValueError(
-            f"to_nested_by_length was given shape {tuple(padded.shape)}; expected (N, S, ...) with one padded row per "
-            "sample. A per-sample column was probably passed as a per-token one. Fix: leave it rectangular."
+            f"to_nested_by_length was given {'a nested tensor of ' if padded.is_nested else ''}shape "
+            f"{tuple(padded.shape)}; expected a rectangle (N, S, ...) with one padded row per sample. A per-sample "
+            "column was probably passed as a per-token one, or one that is packed already. Fix: leave it as it is."
         )
     if lengths.shape != padded.shape[:1]:
         raise ValueError(
@@ -56,29 +72,6 @@ def to_nested_by_length(padded: Tensor, lengths: Tensor, *, strict: bool = True)
     rows, width = padded.shape[:2]
     flat = padded.reshape(rows * width, *padded.shape[2:])
     return nested_from_rows(gather_spans(flat, range(0, rows * width, width) if width else [0] * rows, counts), counts)
-
-
-def nested_from_rows(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """A jagged nested tensor over ``values`` [sum(counts), *tail], without a copy of them."""
-    offsets = torch.tensor([0, *accumulate(counts)], dtype=torch.int64).to(values.device)
-    nested: Tensor = torch.nested.nested_tensor_from_jagged(
-        values, offsets=offsets, min_seqlen=min(counts, default=0), max_seqlen=max(counts, default=0)
-    )
-    return nested
-
-
-def nested_parts(nested: Tensor) -> tuple[Tensor, list[int]]:
-    """Values [L, *tail] and per-row lengths of any nested tensor; a copy only where rows do not lie end to end."""
-    part: Any = nested  # the accessors below are not in torch's stubs
-    if nested.layout == torch.jagged and part._ragged_idx == 1 and part.lengths() is None:
-        offsets = part.offsets()
-        counts = offsets.diff().tolist()
-        values = part.values()
-        return (values if values.shape[0] == sum(counts) else values[: sum(counts)]), counts
-    rows = list(nested.unbind())
-    if not rows:
-        return part.values()[:0], []
-    return torch.cat(rows), [row.shape[0] for row in rows]
 
 
 def stack_or_nest(tensors: list[Tensor]) -> Tensor:
@@ -92,7 +85,6 @@ def stack_or_nest(tensors: list[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.empty(0)
-    first = tensors[0]
     kinds = [(row.dim(), row.dtype, row.shape[1:]) for row in tensors]
     odd = [row for row, kind in enumerate(kinds) if kind != kinds[0]]
     if odd:
@@ -103,7 +95,7 @@ def stack_or_nest(tensors: list[Tensor]) -> Tensor:
         )
     if len({row.shape for row in tensors}) == 1:
         return torch.stack(tensors)
-    return nested_from_rows(torch.cat(tensors), [row.shape[0] for row in tensors]) if first.dim() else first
+    return nested_from_rows(torch.cat(tensors), [row.shape[0] for row in tensors])
 
 
 def maybe_pack_jagged(val: Tensor, lengths: Tensor) -> Tensor:
@@ -115,6 +107,7 @@ def maybe_pack_jagged(val: Tensor, lengths: Tensor) -> Tensor:
     >>> maybe_pack_jagged(torch.zeros(2, 3), torch.tensor([3, 1])).is_nested
     True
     """
+    lengths = lengths.cpu()
     if val.is_nested:
         return _nested_of(val, lengths)
     if _looks_per_token(val, lengths):
@@ -130,9 +123,11 @@ def pack_per_token_field(val: Tensor, lengths: Tensor) -> Tensor:
     >>> pack_per_token_field(torch.ones(2, 8), torch.tensor([3, 1])).values().shape
     torch.Size([4])
     """
+    lengths = lengths.cpu()
     if val.is_nested:
         return _nested_of(val, lengths)
-    if val.dim() >= 2 and val.shape[:1] == lengths.shape and val.shape[1] >= _longest(lengths):
+    longest = _longest(lengths)
+    if val.dim() >= 2 and val.shape[0] == len(lengths) and val.shape[1] >= longest:
         return to_nested_by_length(val, lengths)
     return val.detach().contiguous()
 
@@ -154,6 +149,7 @@ def pack_jagged_fields(
     """
     from tensordict import TensorDict
 
+    lengths = None if lengths is None else lengths.cpu()
     rows = _row_count(fields, lengths)
     unknown = set(token_aligned_fields or ()) - set(fields)
     if unknown:
@@ -217,24 +213,6 @@ def response_from_nested(full: Tensor, response_mask: Tensor) -> Tensor:
     return nested_from_rows(gather_spans(values, starts, wanted), wanted)
 
 
-def unwrap_wire_stripped_payload(item: Any) -> Any:
-    """The payload of an object that a wire may have stripped of it.
-
-    TransferQueue's encoder writes every TensorDict as its tensors alone, so an object arrives as an empty
-    ``TensorDict({}, batch_size=[])``: that signature, and only that, becomes None. A payload that is still there
-    (``_non_tensordict["data"]``) wins; everything else passes unchanged.
-    """
-    kept = getattr(item, "_non_tensordict", None)
-    if isinstance(kept, dict) and "data" in kept:
-        return kept["data"]
-    if type(item).__name__ != "TensorDict":
-        return item
-    from tensordict import TensorDictBase
-
-    stripped = isinstance(item, TensorDictBase) and item.batch_size == torch.Size([]) and not list(item.keys())
-    return None if stripped else item
-
-
 def materialize(
     td: Mapping[str, Any] | TensorDict,
     layout: Layout | str = "padded",
@@ -255,7 +233,7 @@ def materialize(
         seq_fields: the columns that ``pad_to_seqlen`` widens; None means every column of two or more dimensions.
         no_pad_fields: columns that it never widens.
         out: per column, a buffer of the column's dtype and tail with at least N rows and the width needed; the result
-            is a view of its corner.
+            is a view of its corner. Rectangles are copied there too.
 
     Returns:
         BatchedDataDict of rectangles ((N, 0) if every row is empty), nested columns for "jagged", and object arrays of
@@ -272,41 +250,13 @@ def materialize(
         )
     batch = BatchedDataDict()
     for name, leaf in td.items():
-        column = _objects_or_tensor(name, leaf)
+        column = column_of(name, leaf)
         if isinstance(column, Tensor) and layout == "padded":
             widened = (seq_fields is None or name in seq_fields) and name not in no_pad_fields
-            pad = _exact_pad((pad_value_dict or {}).get(name, 0), column.dtype, name)
-            column = _rectangle(name, column, pad, pad_to_seqlen if widened else 0, (out or {}).get(name))
+            pad = exact_pad((pad_value_dict or {}).get(name, 0), column.dtype, name)
+            column = rectangle(name, column, pad, pad_to_seqlen if widened else 0, (out or {}).get(name))
         batch[name] = column
     return batch
-
-
-def object_stack(column: np.ndarray) -> Any:
-    """An object array of shape (N,) as the leaf tensordict has for objects, one per row."""
-    from tensordict import NonTensorData, NonTensorStack
-
-    if len(column) == 0:
-        return NonTensorData(data=column, batch_size=[0])
-    return NonTensorStack(*[NonTensorData(data=item, batch_size=[]) for item in column])
-
-
-def object_array(items: Sequence[Any]) -> np.ndarray:
-    """An object array of shape (N,), whatever the items are: lists and arrays inside stay items."""
-    column = np.empty(len(items), dtype=object)
-    for row, item in enumerate(items):
-        column[row] = item
-    return column
-
-
-def whole_lengths(lengths: Tensor) -> list[int]:
-    """Row lengths as Python integers; a dtype that is not of integers is refused, since 2.9 tokens are no length."""
-    if lengths.numel() and (lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool):
-        raise ValueError(
-            f"lengths are of dtype {lengths.dtype}; expected an integer dtype. They were probably computed by a "
-            "division or a mean, or a mask was passed. Fix: count tokens, e.g. mask.sum(1), which is int64."
-        )
-    counts: list[int] = lengths.tolist()
-    return counts
 
 
 def _checked_lengths(lengths: Tensor, width: int, strict: bool) -> list[int]:
@@ -331,7 +281,8 @@ def _longest(lengths: Tensor) -> int:
 
 
 def _looks_per_token(val: Tensor, lengths: Tensor) -> bool:
-    return val.dim() >= 2 and val.shape[:1] == lengths.shape and val.shape[1] == _longest(lengths)
+    longest = _longest(lengths)
+    return val.dim() >= 2 and val.shape[0] == len(lengths) and val.shape[1] == longest
 
 
 def _nested_of(val: Tensor, lengths: Tensor) -> Tensor:
@@ -369,7 +320,7 @@ def _warn_of_a_guess(name: str, column: Tensor, lengths: Tensor) -> None:
 
 
 def _row_count(fields: Mapping[str, Any], lengths: Tensor | None) -> int:
-    rows = None if lengths is None else lengths.shape[0]
+    rows = None if lengths is None else len(whole_lengths(lengths))
     for name, column in fields.items():
         is_objects = isinstance(column, np.ndarray) and column.dtype == object
         if not isinstance(column, Tensor) and not is_objects:
@@ -387,73 +338,3 @@ def _row_count(fields: Mapping[str, Any], lengths: Tensor | None) -> int:
                 "column say. It was probably taken from another batch. Fix: select the same rows everywhere."
             )
     return rows or 0
-
-
-def _objects_or_tensor(name: str, leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    if isinstance(leaf, list):
-        return object_array([unwrap_wire_stripped_payload(item) for item in leaf])
-    members = getattr(leaf, "tensordicts", None)
-    if members is not None:
-        items = [unwrap_wire_stripped_payload(member) for member in members]
-        if not any(hasattr(item, "batch_size") for item in items):
-            return object_array(items)
-    kept = getattr(leaf, "_non_tensordict", None)
-    if members is None and isinstance(kept, dict) and "data" in kept:
-        data = kept["data"]
-        rows = leaf.batch_size[0] if leaf.batch_size else 1
-        whole = isinstance(data, np.ndarray) and data.dtype == object and data.shape == (rows,)
-        return data if whole else object_array([data] * rows)
-    raise TypeError(
-        f"column '{name}' is a {type(leaf).__name__}; expected a tensor or an object column. A nested TensorDict "
-        "was probably put into the batch. Fix: flatten it, e.g. td.flatten_keys('.')."
-    )
-
-
-def _exact_pad(value: int | float, dtype: torch.dtype, name: str) -> int | float | bool:
-    if dtype == torch.bool:
-        return bool(value)
-    if dtype.is_floating_point or dtype.is_complex:
-        return value
-    limits = torch.iinfo(dtype)
-    if value != value or value in (float("inf"), float("-inf")) or not limits.min <= value <= limits.max or value % 1:
-        raise ValueError(
-            f"the pad value of '{name}' is {value}, which {dtype} cannot hold; expected a whole number from "
-            f"{limits.min} to {limits.max}. It was probably meant for a floating-point column. "
-            "Fix: choose another pad value for this column."
-        )
-    return int(value)
-
-
-def _rectangle(name: str, column: Tensor, pad: int | float | bool, at_least: int, out: Tensor | None) -> Tensor:
-    if column.is_nested:
-        flat, counts = nested_parts(column)
-        starts: Sequence[int] = [0, *accumulate(counts)][:-1]
-        natural = max(counts, default=0)
-    elif column.dim() < 2 or (out is None and column.shape[1] >= at_least):
-        return column
-    else:
-        rows, natural = column.shape[:2]
-        flat = column.reshape(rows * natural, *column.shape[2:])
-        starts, counts = [row * natural for row in range(rows)], [natural] * rows
-    width = max(natural, at_least)
-    if out is not None:
-        target = _corner(name, out, (len(counts), width, *flat.shape[1:]), flat.dtype)
-        write_padded(target, flat, starts, counts, pad)
-        return target
-    places = [row * width for row in range(len(counts))]
-    return place_spans(flat, places, counts, len(counts) * width, pad).reshape(len(counts), width, *flat.shape[1:])
-
-
-def _corner(name: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    fits = out.dim() == len(shape) and out.shape[0] >= shape[0] and out.shape[1] >= shape[1]
-    if not fits or out.shape[2:] != shape[2:] or out.dtype != dtype or not out.is_contiguous() or out.requires_grad:
-        raise ValueError(
-            f"out['{name}'] is {out.dtype} {tuple(out.shape)}; expected a contiguous {dtype} buffer without gradient "
-            f"of at least {shape}. The batch is probably longer than the one it was made for. "
-            "Fix: allocate it for the longest batch."
-        )
-    return out[: shape[0], : shape[1]]

@@ -16,9 +16,7 @@ from spanwise.batch import BatchedDataDict
 from spanwise.dataplane.client import DEFAULT_TIMEOUT_S, DataPlaneClient
 from spanwise.dataplane.codec import materialize, pack_jagged_fields
 from spanwise.dataplane.meta import BatchMeta
-from spanwise.dataplane.schema import Columns, Layout
-
-LENGTH_TAG = "input_lengths"
+from spanwise.dataplane.schema import LENGTH_TAG, Columns, Layout
 
 
 def kv_first_write(
@@ -64,7 +62,13 @@ def write_columns(
     token_aligned_fields: Collection[str] | None = None,
     timeout_s: float | int = DEFAULT_TIMEOUT_S,
 ) -> BatchMeta:
-    """Pack columns by the batch's lengths and put them for its samples; returns the meta about these columns."""
+    """Pack columns by the batch's lengths and put them for its samples; returns the meta about these columns.
+
+    A column that is wider than the longest sample (padded to a multiple) is known to be per-token by its name only:
+    pass it in ``token_aligned_fields``. A batch without samples (the share of a rank that got none) is not put.
+    """
+    if not meta.size:
+        return meta.with_fields(list(columns))
     lengths = torch.tensor(meta.lengths, dtype=torch.int64)
     packed = pack_jagged_fields(columns, lengths=lengths, token_aligned_fields=token_aligned_fields)
     client.put_samples(meta.ids, meta.partition, packed, timeout_s=timeout_s)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from spanwise.dataplane.errors import CorruptFrame
-from spanwise.dataplane.objects import check_counts
+from spanwise.dataplane.objects import check_counts, is_tensor_shape
 from spanwise.dataplane.schema import DTYPES
 
 MAGIC = b"SPWFRAME"
@@ -26,7 +26,8 @@ PREFIX = struct.Struct("<8sHHIQI")  # magic, version, flags (0), header bytes, t
 PREFIX_BYTES = PREFIX.size + 4  # and the CRC of these 28 bytes
 MAX_HEADER_BYTES = 16 << 20
 MAX_ROWS = 1 << 31
-MAX_DIMENSIONS = 16
+MAX_EMPTY_ROWS = 1 << 16
+"""Rows of a frame that holds no byte of them (all of its columns are of size 0)."""
 
 
 class Group(msgspec.Struct, frozen=True, array_like=True):
@@ -117,8 +118,9 @@ def read_prefix_and_header(data: memoryview) -> tuple[Header, int, int]:
 
 
 def _check_header(header: Header, room: int) -> None:
-    if not 0 <= header.rows <= MAX_ROWS:
-        raise ValueError(f"{header.rows} rows")
+    most = MAX_ROWS if any(section.length for section in header.sections) else MAX_EMPTY_ROWS
+    if not 0 <= header.rows <= most:
+        raise ValueError(f"{header.rows} rows where at most {most} may be")
     end = 0
     for number, section in enumerate(header.sections):
         if section.offset % ALIGNMENT or section.offset < end or section.length < 0:
@@ -150,7 +152,7 @@ def _check_header(header: Header, room: int) -> None:
 def _check_field(field: ValueField, header: Header) -> None:
     if field.dtype not in DTYPES:
         raise ValueError(f"field {field.name!r} of unknown dtype {field.dtype!r}")
-    if len(field.tail) > MAX_DIMENSIONS or any(not 0 <= n < 2**62 for n in field.tail):
+    if not is_tensor_shape(field.tail):
         raise ValueError(f"field {field.name!r} of tail {field.tail}")
     if not -1 <= field.group < len(header.groups):
         raise ValueError(f"field {field.name!r} of group {field.group}")

@@ -9,6 +9,7 @@ Shapes: N rows, S padded width, ``*tail`` further dimensions of one token.
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -18,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spanwise.dataplane.codec import nested_parts, whole_lengths
 from spanwise.dataplane.frame_format import (
+    MAX_EMPTY_ROWS,
     PREFIX_BYTES,
     Group,
     Header,
@@ -29,6 +30,7 @@ from spanwise.dataplane.frame_format import (
     align,
     write_prefix,
 )
+from spanwise.dataplane.nested import nested_parts, whole_lengths
 from spanwise.dataplane.objects import encode_object
 from spanwise.dataplane.ragged import byte_view, plain, span_slices, write_pieces
 from spanwise.dataplane.schema import DTYPE_NAMES, DTYPES
@@ -94,6 +96,7 @@ class FrameWriter:
         self.objects = {name: column for name, column in fields.items() if name not in self.tensors} | dict(
             objects or {}
         )
+        _check_names([*fields, *(objects or {})])
         self.tags = tags
         self.group_of = group_of
         self.checksums = checksums
@@ -130,6 +133,11 @@ class FrameWriter:
             fields.append(ValueField(name, dtype, tail, -1 if group is None else numbers[group], section))
         objects = [self._object_field(name, column) for name, column in self.objects.items()]
         tags = None if self.tags is None else self._object_field("tags", [dict(tag) for tag in self.tags])
+        if self.rows > MAX_EMPTY_ROWS and not self.position:
+            raise ValueError(
+                f"{self.rows} rows were given, and no column holds a byte of them; expected at most {MAX_EMPTY_ROWS}. "
+                "The columns were probably sliced to nothing. Fix: leave out columns of size 0."
+            )
         header = Header(self.rows, groups, fields, objects, tags, self.sections)
         return msgspec.msgpack.encode(header)
 
@@ -223,6 +231,12 @@ class FrameWriter:
                 f"the parts of a frame have different numbers of rows: {counts}; expected one number. A column of "
                 "another batch was probably mixed in. Fix: select the same rows everywhere."
             )
+        unknown = sorted(set(self.group_of or ()) - set(self.tensors))
+        if unknown:
+            raise ValueError(
+                f"group_of names {unknown}, which are not among the tensor columns {sorted(self.tensors)}; expected "
+                "names of columns. A column was probably renamed. Fix: name the columns that are passed."
+            )
         negative = [name for name, lengths in self.lengths.items() if min(lengths, default=0) < 0]
         if negative:
             raise ValueError(
@@ -230,3 +244,12 @@ class FrameWriter:
                 "subtraction. Fix: recompute them from the attention mask."
             )
         return next(iter(counts.values()), 0)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"columns {twice[:5]} are among the fields and among the objects; expected one column of a name. An object "
+            "column was probably passed twice. Fix: pass it as a field or as an object."
+        )

@@ -15,22 +15,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
-from spanwise.dataplane.codec import materialize, object_array
+from spanwise.dataplane.codec import materialize
 from spanwise.dataplane.errors import CorruptFrame
 from spanwise.dataplane.frame_format import Header, ObjectField, read_prefix_and_header
 from spanwise.dataplane.frame_writer import encode_frame
-from spanwise.dataplane.objects import decode_object
+from spanwise.dataplane.object_columns import object_array
+from spanwise.dataplane.objects import decode_object, is_tensor_shape
 from spanwise.dataplane.ragged import gather_spans, tensor_over
 from spanwise.dataplane.schema import DTYPES
 
 __all__ = ["Column", "Frame", "Objects", "decode_frame", "encode_frame", "read_header"]
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,20 @@ class Frame:
 
     def lengths(self, group: str) -> list[int]:
         """The row lengths of one group."""
-        return [end - start for start, end in pairwise(self.starts[group])]
+        return [end - start for start, end in pairwise(self._known(self.starts, group, "length group"))]
 
     def values(self, name: str) -> Tensor:
         """A tensor column's values without a copy, [L, *tail] or [N, *tail]."""
-        return self.columns[name].values
+        return self._known(self.columns, name, "tensor column").values
+
+    @staticmethod
+    def _known(entries: Mapping[str, Found], name: str, kind: str) -> Found:
+        if name not in entries:
+            raise KeyError(
+                f"the frame has no {kind} {name!r}; expected one of {list(entries)}. It was probably written without "
+                "it, or by another name. Fix: ask for one that the writer put."
+            )
+        return entries[name]
 
     def row(self, row: int) -> dict[str, Any]:
         """One row as name → tensor view or object."""
@@ -233,9 +246,9 @@ def decode_frame(buffer: Any) -> Frame:
         dtype = DTYPES[field.dtype]
         expected = rows * math.prod(field.tail) * dtype.itemsize
         section = header.sections[field.section]
-        if section.length != expected:
+        if section.length != expected or not is_tensor_shape([rows, *field.tail]):
             raise CorruptFrame(
-                f"{section.length} bytes where the offsets ask for {expected}",
+                f"{section.length} bytes where the offsets ask for {expected} of shape {[rows, *field.tail]}",
                 offset=start + section.offset,
                 section=f"field '{field.name}'",
             )

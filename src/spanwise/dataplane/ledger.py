@@ -33,11 +33,11 @@ Cell = tuple[str, int]
 
 @dataclass
 class Sample:
-    """One sample: field → (segment, row), its tokens, its tags."""
+    """One sample: field → (segment, row), its tokens (-1: not known), its tags as name → msgpack."""
 
     cells: dict[str, Cell] = field(default_factory=dict)
-    length: int = 0
-    tags: dict[str, Any] = field(default_factory=dict)
+    length: int = -1
+    tags: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass
@@ -147,8 +147,19 @@ class Ledger:
     def check_schemas(self, name: str, fields: Sequence[Field]) -> None:
         """SchemaMismatch where a column contradicts its field."""
         partition = self.partition(name)
+        self.check_fields(name, [column.name for column in fields])
         for column in fields:
             self._check_schema(name, partition, column)
+
+    def check_fields(self, name: str, fields: Sequence[str]) -> None:
+        """SchemaMismatch for a field that the partition was not registered with: nobody can ever produce it."""
+        known = self.partition(name).fields
+        unknown = [column for column in fields if column not in known]
+        if unknown:
+            raise SchemaMismatch(
+                f"partition '{name}' has no field '{unknown[0]}'; it was registered with {few(known)}. The name was "
+                "probably misspelled. Fix: name every field in register_partition."
+            )
 
     def check_room(self, name: str, known: int, entering: int) -> None:
         """CapacityExceeded when more samples come than the partition was registered for."""
@@ -188,6 +199,7 @@ class Ledger:
     def plan_claim(self, name: str, task: str, fields: Sequence[str], most: int, least: int) -> list[str] | None:
         """The ids to give now, or None while it is too early. PartitionExhausted when nothing will ever come."""
         partition, cursor = self.partition(name), self.cursor(name, task)
+        self.check_fields(name, fields)
         ready = []
         for sample in cursor.pending:
             cells = partition.samples[sample].cells
@@ -336,14 +348,7 @@ class Ledger:
 
     @staticmethod
     def _check_schema(name: str, partition: Partition, column: Field) -> None:
-        known = partition.fields.get(column.name)
-        if known is None:
-            raise SchemaMismatch(
-                f"partition '{name}' has no field '{column.name}'; it was registered with {few(partition.fields)}. The "
-                "name was probably misspelled. Fix: name every field in register_partition."
-            )
-        if not known.known:
-            return
+        known = partition.fields[column.name]
         expected = (known.dtype_name, known.tail_shape, known.ragged)
         given = (column.dtype_name, column.tail_shape, column.ragged)
         if any(want is not None and want != have for want, have in zip(expected, given, strict=True)):

@@ -19,7 +19,8 @@ class BatchMeta:
     Attributes:
         ids: one string per sample.
         partition: where they live.
-        lengths: tokens per sample (0 where nothing ragged was put).
+        lengths: tokens per sample: the tag ``input_lengths``, else of ``input_ids``, else of the first ragged columns
+            that were put (0 where nothing was). Columns that are written back later do not change it.
         tags: one dict per sample.
         fields: the columns this batch is about.
         task, lease: who claimed it and under which lease, when it was claimed.

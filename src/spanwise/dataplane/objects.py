@@ -8,7 +8,7 @@ and size against the bytes that are there before a decoder may allocate for it. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -24,7 +24,9 @@ from spanwise.dataplane.schema import DTYPE_NAMES, DTYPES
 EXT_TUPLE, EXT_DATETIME, EXT_NDARRAY, EXT_TENSOR, EXT_BIG_INT = 1, 2, 3, 4, 5
 MAX_DEPTH = 64
 MAX_BIG_INT_BYTES = 4096
+MAX_ELEMENTS = 1 << 58  # times 16 bytes, a signed 64-bit number
 NUMPY_KINDS = frozenset("biufc")
+CONTAINER_BYTES = bytes([*range(0x80, 0xA0), 0xDC, 0xDD, 0xDE, 0xDF])
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -37,14 +39,51 @@ def encode_object(value: Any, *, field: str, row: int) -> bytes:
     return _ENCODER.encode(_plain_value(value, field, row, "$", 0))
 
 
+def encode_tags(tags: Mapping[str, Any], row: int) -> dict[str, bytes]:
+    """One row's tags as name → msgpack, under the rules of :func:`encode_object`.
+
+    >>> decode_tags(encode_tags({"prompt": 3, "pair": (1, 2)}, row=0))
+    {'prompt': 3, 'pair': (1, 2)}
+    """
+    plain_tags: dict[str, Any] = _plain_value(dict(tags), "tags", row, "$", 0)
+    return {name: _ENCODER.encode(value) for name, value in plain_tags.items()}
+
+
+def decode_tags(tags: Mapping[str, bytes]) -> dict[str, Any]:
+    """The inverse of :func:`encode_tags`; every call gives values of its own."""
+    return {name: decode_object(value, section="tags") for name, value in tags.items()}
+
+
 def decode_object(data: bytes | memoryview, *, section: str = "objects", offset: int = 0) -> Any:
     """The inverse of :func:`encode_object`; CorruptFrame for anything that it could not have written."""
     try:
-        return _decode(data, 0)
+        value = _decode(data, 0)
+        if _containers(data) > MAX_DEPTH:  # most objects need no closer look
+            _check_depth(value)
+        return value
     except CorruptFrame:
         raise
     except (ValueError, TypeError, LookupError, RecursionError, OverflowError, MemoryError) as problem:
         raise CorruptFrame(f"an object does not decode ({problem})", offset=offset, section=section) from problem
+
+
+def _containers(data: bytes | memoryview) -> int:
+    """At most so many arrays and maps are in there: the bytes that could begin one."""
+    raw = bytes(data)
+    return len(raw) - len(raw.translate(None, CONTAINER_BYTES))
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 2):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (list, tuple, dict))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if level:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
 
 
 def check_counts(data: bytes | memoryview) -> None:
@@ -191,7 +230,12 @@ def _array(code: int, parts: Any) -> Any:
 
 
 def _is_shape(shape: Any) -> bool:
-    return isinstance(shape, list) and len(shape) <= 64 and all(type(n) is int and 0 <= n < 2**62 for n in shape)
+    return isinstance(shape, list) and all(type(n) is int for n in shape) and is_tensor_shape(shape)
+
+
+def is_tensor_shape(shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape can exist: torch multiplies the dimensions of an empty one too."""
+    return len(shape) <= 64 and all(n >= 0 for n in shape) and math.prod(max(n, 1) for n in shape) <= MAX_ELEMENTS
 
 
 def _expect_bytes(shape: Sequence[int], itemsize: int, raw: bytes) -> None:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-HUGE_BYTES = 4 << 20
-"""From here on NumPy asks for huge pages, which beats a join into small ones, provided that rows are long."""
+LARGE_BYTES = 256 << 10
+"""From here on an array of NumPy's (of huge pages, from 4 MiB on) beats a join, provided that rows are long."""
 LONG_ROW_BYTES = 8 << 10
 
 
@@ -102,7 +102,7 @@ def write_padded(
     out: Tensor, flat: Tensor, starts: Sequence[int], lengths: Sequence[int], pad: int | float | bool
 ) -> None:
     """Fill out [N, W, *tail] (rows contiguous) with the spans of flat, ``pad`` to the right of each."""
-    if out.device.type != "cpu" or out.numel() == 0:
+    if out.numel() == 0 or {out.device.type, flat.device.type} != {"cpu"}:
         out.copy_(_place(_gather(flat, starts, lengths), *_row_starts(out, lengths), pad).view(out.shape))
         return
     out.fill_(pad)
@@ -135,7 +135,7 @@ def _gather(flat: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tens
     size = math.prod(shape) * flat.element_size()
     if size == 0:
         return flat.new_empty(shape)
-    if size >= HUGE_BYTES and size >= len(lengths) * LONG_ROW_BYTES:
+    if size >= LARGE_BYTES and size >= len(lengths) * LONG_ROW_BYTES:
         raw: Any = np.empty(size, np.uint8)
         write_pieces(raw, span_slices(flat, starts, lengths))
         return torch.from_numpy(raw).view(flat.dtype).view(shape)

@@ -27,6 +27,9 @@ DTYPES: dict[str, torch.dtype] = {
 }  # fmt: skip
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
+LENGTH_TAG = "input_lengths"
+"""The tag that says how many tokens a sample has."""
+
 OBJECT = "object"
 """The dtype name of a column of Python objects."""
 
@@ -52,6 +55,10 @@ class Field:
     tail_shape: tuple[int, ...] | None = None
     ragged: bool | None = None
 
+    def __post_init__(self) -> None:
+        if self.tail_shape is not None:
+            object.__setattr__(self, "tail_shape", tuple(self.tail_shape))
+
     @property
     def known(self) -> bool:
         """Whether a put can be checked against this field."""
@@ -60,7 +67,7 @@ class Field:
     @property
     def dtype_name(self) -> str | None:
         """The dtype as it is written on the wire."""
-        return DTYPE_NAMES[self.dtype] if isinstance(self.dtype, torch.dtype) else self.dtype
+        return DTYPE_NAMES.get(self.dtype, str(self.dtype)) if isinstance(self.dtype, torch.dtype) else self.dtype
 
     def to_wire(self) -> list[Any]:
         """Plain values for a record."""
@@ -78,9 +85,9 @@ def as_field(field: Field | str) -> Field:
     """A bare name is a field that learns its schema from the first put."""
     if isinstance(field, str):
         return Field(field)
-    if isinstance(field.dtype, str) and field.dtype != OBJECT and field.dtype not in DTYPES:
+    if field.dtype is not None and field.dtype_name not in (OBJECT, *DTYPES):
         raise ValueError(
-            f"field '{field.name}' has dtype {field.dtype!r}; expected one of {sorted(DTYPES)} or 'object'. "
-            "The name was probably copied from another library. Fix: pass a torch dtype."
+            f"field '{field.name}' has dtype {field.dtype!r}; expected a torch dtype or its name, of {sorted(DTYPES)}, "
+            "or 'object'. It was probably taken from another library, or is a quantized one. Fix: pass a torch dtype."
         )
     return field

@@ -32,7 +32,8 @@ from spanwise.dataplane.frame_writer import FrameWriter
 from spanwise.dataplane.frames import Frame
 from spanwise.dataplane.ledger import Ledger, Record
 from spanwise.dataplane.meta import BatchMeta
-from spanwise.dataplane.requests import check_claim, check_put_request, check_registration
+from spanwise.dataplane.objects import decode_tags
+from spanwise.dataplane.requests import check_claim, check_put_request, check_registration, check_selection
 from spanwise.dataplane.schema import Columns, Field
 
 
@@ -116,13 +117,14 @@ class LocalClient:
     ) -> BatchMeta:
         self._check_open()
         deadline = time.monotonic() + timeout_s
-        names, each = check_put_request(ids, fields, tags, on_conflict)
+        names, each, tag_bytes = check_put_request(ids, fields, tags, on_conflict)
         with self._until(deadline, PutTimeout) as ledger:
-            known = ledger.partition(partition).fields
-            ragged = {name for name, entry in known.items() if entry.ragged}
+            entry = ledger.partition(partition)
+            ragged = {name for name, known in entry.fields.items() if known.ragged}
+            held = [entry.samples[name].length if name in entry.samples else -1 for name in names]
         columns = put_columns({} if fields is None else fields, len(names), ragged)
         schemas = [schema_of(name, column) for name, column in columns.items()]
-        lengths = sample_lengths(columns, each)
+        lengths = sample_lengths(columns, each, held)
         frame = FrameWriter(columns, group_of={})
         segment = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._reserve(segment, frame.nbytes, partition, names, schemas, on_conflict, deadline)
@@ -135,7 +137,7 @@ class LocalClient:
                 if columns:
                     self.plane.settle(segment)
                 wire = [entry.to_wire() for entry in schemas]
-                self.plane.commit([["put", partition, segment, frame.nbytes, names, wire, lengths, each]])
+                self.plane.commit([["put", partition, segment, frame.nbytes, names, wire, lengths, tag_bytes]])
                 published = True
                 return self._meta(ledger, partition, names, [entry.name for entry in schemas])
         finally:
@@ -151,15 +153,16 @@ class LocalClient:
         timeout_s: float | int = DEFAULT_TIMEOUT_S,
     ) -> BatchedDataDict:
         self._check_open()
+        wanted = check_selection(select_fields)
         with self._until(time.monotonic() + timeout_s, GetTimeout) as ledger:
-            samples = ledger.check_cells(partition, ids, select_fields)
+            samples = ledger.check_cells(partition, ids, wanted)
             schemas = dict(ledger.partition(partition).fields)
             cells = [dict(sample.cells) for sample in samples]
-            segments = {cell[name][0] for cell in cells for name in select_fields}
+            segments = {cell[name][0] for cell in cells for name in wanted}
             frames = {segment: self.plane.frame(segment) for segment in segments}
         if not cells:
             return BatchedDataDict()
-        return read_cells(select_fields, schemas, cells, frames, copy=self.plane.copies)
+        return read_cells(wanted, schemas, cells, frames, copy=self.plane.copies)
 
     def claim_meta(
         self,
@@ -310,8 +313,8 @@ class LocalClient:
         lease: str | None = None,
     ) -> BatchMeta:
         samples = [ledger.partition(partition).samples[sample] for sample in ids]
-        tags = [dict(sample.tags) for sample in samples]
-        return BatchMeta(list(ids), partition, [s.length for s in samples], tags, list(fields), task, lease)
+        tags = [decode_tags(sample.tags) for sample in samples]
+        return BatchMeta(list(ids), partition, [max(s.length, 0) for s in samples], tags, list(fields), task, lease)
 
     def _now(self, error: type[DataPlaneError]) -> AbstractContextManager[Ledger]:
         return self._until(time.monotonic() + DEFAULT_TIMEOUT_S, error)

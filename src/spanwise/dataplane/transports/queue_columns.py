@@ -13,13 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spanwise.dataplane.codec import (
-    nested_from_rows,
-    nested_parts,
-    object_array,
-    object_stack,
-    unwrap_wire_stripped_payload,
-)
+from spanwise.dataplane.nested import nested_from_rows, nested_parts
+from spanwise.dataplane.object_columns import object_array, object_stack, unwrap_wire_stripped_payload
 from spanwise.dataplane.objects import encode_object
 from spanwise.dataplane.schema import OBJECT, Field
 
@@ -47,6 +42,8 @@ def from_queue(column: Any, schema: Field, rows: int) -> Any:
         if isinstance(column, Tensor):
             return object_array(list(column.unbind()))
         return object_array([unwrap_wire_stripped_payload(member) for member in column.tensordicts])
+    if schema.ragged is None or (not schema.ragged and schema.tail_shape is None):
+        return _as_it_looks(column)
     if not isinstance(column, Tensor):
         members = [unwrap_wire_stripped_payload(member) for member in column.tensordicts]
         return (
@@ -61,3 +58,15 @@ def from_queue(column: Any, schema: Field, rows: int) -> Any:
         return nested_from_rows(column.flatten(0, 1), [column.shape[1]] * rows)
     tail = schema.tail_shape or ()
     return nested_parts(column)[0].reshape(rows, *tail) if column.is_nested else column.reshape(rows, *tail)
+
+
+def _as_it_looks(column: Any) -> Any:
+    """A column that another user of the queue put: ragged where its rows differ, a rectangle where they do not."""
+    if not isinstance(column, Tensor):
+        return object_array([unwrap_wire_stripped_payload(member) for member in column.tensordicts])
+    if not column.is_nested:
+        return column
+    values, lengths = nested_parts(column)
+    if len(set(lengths)) > 1:
+        return nested_from_rows(values, lengths)
+    return values.reshape(len(lengths), lengths[0], *values.shape[1:])

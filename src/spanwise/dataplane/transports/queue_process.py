@@ -65,6 +65,7 @@ class QueueProcess:
         self.started_ray = False
         self.queue = _import("transfer_queue")
         self.interface: Any = importlib.import_module("transfer_queue.interface")
+        self.borrowed = self.interface._TQ_CLIENT is not None  # its own user in this process keeps its client
         self.owner = not self._controller_exists()
         if self.owner:
             units = storage_units or 1
@@ -75,13 +76,12 @@ class QueueProcess:
             self._start(self.queue.init, timeout_s)
         self.client: Any = self.queue.get_client()
         self.config: Any = ray.get(self.interface._TQ_CONTROLLER.get_config.remote(), timeout=timeout_s)
-        self.check_settings(address, storage_units, max_rows)
-        if not self.config.controller.polling_mode:
-            self.leave()
-            raise NotSupported(
-                "the queue of this cluster runs with controller.polling_mode=False, in which a claim blocks its "
-                "controller. Fix: start it with polling_mode=True, or let open_client start it."
-            )
+        try:
+            self.check_settings(address, storage_units, max_rows)
+            self._check_mode()
+        except DataPlaneError:
+            self._let_go()
+            raise
 
     @property
     def max_rows(self) -> int | None:
@@ -152,15 +152,25 @@ class QueueProcess:
                 return
             if _joined is self:
                 _joined = None
+        self._let_go()
+        if self.started_ray:
+            self.ray.shutdown()
+
+    def _let_go(self) -> None:
         if self.owner:
             self.queue.close()
-        else:
+        elif not self.borrowed:
             if self.interface._TQ_CLIENT is not None:
                 self.interface._TQ_CLIENT.close()
             self.interface._TQ_CLIENT = None
             self.interface._TQ_CONTROLLER = None  # without it the queue's own close() cannot kill the controller
-        if self.started_ray:
-            self.ray.shutdown()
+
+    def _check_mode(self) -> None:
+        if not self.config.controller.polling_mode:
+            raise NotSupported(
+                "the queue of this cluster runs with controller.polling_mode=False, in which a claim blocks its "
+                "controller. Fix: start it with polling_mode=True, or let open_client start it."
+            )
 
     def _controller_exists(self) -> bool:
         try:
@@ -205,6 +215,12 @@ class QueueProcess:
 def _join_cluster(ray: Any, address: str, storage_units: int | None) -> bool:
     """Connect this process to Ray; True when it was not connected before."""
     if ray.is_initialized():
+        joined = ray.get_runtime_context().gcs_address
+        if address != "auto" and not _is_same_place(address, joined):
+            raise PartitionConflict(
+                f"this process is connected to the Ray cluster at {joined} and was asked for the queue of {address!r}. "
+                "A process can join one cluster. Fix: ray.shutdown() first, or use tq://auto."
+            )
         return False
     quiet = {"include_dashboard": False, "log_to_driver": False}
     try:
@@ -220,6 +236,18 @@ def _join_cluster(ray: Any, address: str, storage_units: int | None) -> bool:
             "Fix: `ray start --head`, or use tq://auto."
         ) from problem
     return True
+
+
+def _is_same_place(one: str, other: str) -> bool:
+    """Whether two host:port addresses mean one server; a loopback name means any address of this machine."""
+    if one == other:
+        return True
+    (host, _, port), (other_host, _, other_port) = one.rpartition(":"), other.rpartition(":")
+    try:
+        hosts = {socket.gethostbyname(host), socket.gethostbyname(other_host)}
+    except (OSError, UnicodeError):
+        return False
+    return port == other_port and (len(hosts) == 1 or any(found.startswith("127.") for found in hosts))
 
 
 def _settings(units: int, max_rows: int | None) -> Any:

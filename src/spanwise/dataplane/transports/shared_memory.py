@@ -1,52 +1,42 @@
 """``shm://name``: processes of one machine share a plane in /dev/shm, and any of them may be killed at any moment.
 
-The ledger is a replicated log. One file holds records; a writer appends behind the committed length and then publishes
-with a single eight-byte store, so a record is there whole or not at all. Each process replays the log into its own
-ledger. An flock guards it: the kernel frees it when its holder dies. A put writes its frame to a file of its own,
-renames it under the lock and publishes it with one record. What dead processes leave (half-written frames,
-reservations, stale planes) is reaped by whoever comes next; the last living client removes everything. Where /dev/shm
-is full a put is refused and nothing changes; the log keeps room in reserve for the records that free something.
+The ledger is a replicated log (shared_log.py) that each process replays. An flock guards it: the kernel frees it when
+its holder dies. A put writes its frame to a file of its own, renames it under the lock, publishes it with one record.
+What dead processes leave (half-written frames, reservations, stale planes) is reaped by whoever comes next; the last
+living client removes everything. Where /dev/shm is full a put is refused and nothing changes; the log keeps room in
+reserve for the records that free something. Who is alive is read in /proc: the parties must see one another there.
 
 Reads are views of private copy-on-write mappings: zero-copy, safe to write into, valid after the file is gone.
-O(records since the last transaction) to catch up; the log is compacted once it outgrows the state it describes.
+O(records since the last transaction) to catch up.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import re
 import shutil
-import struct
 import threading
 import time
 import uuid
-import zlib
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from typing_extensions import override
 
 from spanwise.dataplane.errors import CapacityExceeded, DataPlaneError, PutTimeout, TransportDown
 from spanwise.dataplane.frame_writer import FrameWriter
 from spanwise.dataplane.frames import Frame, decode_frame
 from spanwise.dataplane.ledger import Ledger, Record
-from spanwise.dataplane.ledger_state import from_record, to_record
 from spanwise.dataplane.transports.local import LocalClient, Plane
 from spanwise.dataplane.transports.settings import plane_settings, same_settings
+from spanwise.dataplane.transports.shared_log import SharedLog, room_for
 
 ROOT = Path("/dev/shm")  # noqa: S108 (the point of this transport)
-HEAD_BYTES = 64
-RECORD = struct.Struct("<II")
-COMPACT_BYTES = 1 << 20
-RESERVE_BYTES = 1 << 16
-FREEING = {"clear", "leave", "unreserve", "ack", "release"}
-FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
 OPEN_TIMEOUT_S = 30.0
 REAP_EVERY = 16
 _LONGEST_NAP_S = 0.01
@@ -70,8 +60,11 @@ def open_shared_memory(
     return LocalClient(plane, client)
 
 
+_planes: weakref.WeakSet[SharedMemoryPlane] = weakref.WeakSet()
+
+
 class SharedMemoryPlane(Plane):
-    """One process's handle: lock file, log, its replica of the ledger."""
+    """One process's handle: lock file, log, segments."""
 
     copies = False
     name = "shm"
@@ -81,13 +74,13 @@ class SharedMemoryPlane(Plane):
         self.thread_lock = threading.RLock()
         self.depth = 0
         self.lock_file = -1
-        self.log = -1
-        self.head: Any = None
-        self.position = HEAD_BYTES
-        self.set_aside = 0  # bytes of the log that are known to be allocated
-        self.compact_at = COMPACT_BYTES
+        self.log = SharedLog(folder)
         self.settled = 0
-        self.ledger = Ledger()
+        _planes.add(self)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.log.ledger
 
     # ---- joining and leaving ---------------------------------------------------------------------------------------
 
@@ -107,7 +100,7 @@ class SharedMemoryPlane(Plane):
                 break
             os.close(self.lock_file)
         try:
-            self._catch_up()
+            self.log.catch_up()
             living = [entry for entry, (pid, started) in self.ledger.clients.items() if _is_alive(pid, started)]
             if living:
                 same_settings(url, self.ledger.settings, settings)
@@ -143,11 +136,14 @@ class SharedMemoryPlane(Plane):
 
     def _let_go(self) -> None:
         with self.thread_lock:
-            for descriptor in (self.log, self.lock_file):
-                if descriptor >= 0:
-                    os.close(descriptor)
-            self.log = self.lock_file = -1
-            self.head = None
+            self.drop_files()
+
+    def drop_files(self) -> None:
+        """Close the lock and the log, without a word to the others."""
+        self.log.close()
+        if self.lock_file >= 0:
+            os.close(self.lock_file)
+        self.lock_file = -1
 
     # ---- the plane -------------------------------------------------------------------------------------------------
 
@@ -165,7 +161,11 @@ class SharedMemoryPlane(Plane):
                         f"the plane in {self.folder.name} is gone: every other client took this process for dead, or "
                         "somebody removed its files. Fix: open a new client."
                     )
-                self._catch_up()
+                try:
+                    self.log.catch_up()
+                except BaseException:
+                    fcntl.flock(self.lock_file, fcntl.LOCK_UN)
+                    raise
             self.depth += 1
             try:
                 yield self.ledger
@@ -178,16 +178,8 @@ class SharedMemoryPlane(Plane):
 
     @override
     def commit(self, records: Sequence[Record]) -> None:
-        data = b"".join(_framed(record) for record in records)
-        self._append(data, from_reserve=all(record[0] in FREEING for record in records))
-        self._publish(self.position + len(data))
-        for record in records:
-            for segment in self.ledger.apply(record):
-                self._segment(segment).unlink(missing_ok=True)
-        self.position += len(data)
-        if self.position > self.compact_at:
-            with suppress(CapacityExceeded):  # the records are in; a long log does no harm
-                self._compact()
+        for segment in self.log.commit(records):
+            self._segment(segment).unlink(missing_ok=True)
 
     @override
     def write(self, segment: str, frame: FrameWriter) -> None:
@@ -225,8 +217,7 @@ class SharedMemoryPlane(Plane):
     def wait(self, seconds: float) -> None:
         deadline = time.monotonic() + min(seconds, 0.05)
         nap = 0.0002
-        head = self.head
-        while time.monotonic() < deadline and head is not None and head[1] == self.position:
+        while time.monotonic() < deadline and not self.log.has_news:
             time.sleep(nap)
             nap = min(nap * 2, _LONGEST_NAP_S)
 
@@ -247,8 +238,8 @@ class SharedMemoryPlane(Plane):
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _writer_lives(self, segment: str) -> bool:
-        pid = int(segment.split("-")[0])
-        return any(pid == owner and _is_alive(pid, started) for owner, started in self.ledger.clients.values())
+        pid = segment.split("-")[0]
+        return any(pid == str(owner) and _is_alive(owner, started) for owner, started in self.ledger.clients.values())
 
     def _segment(self, segment: str) -> Path:
         return self.folder / f"seg-{segment}"
@@ -277,115 +268,19 @@ class SharedMemoryPlane(Plane):
         except FileNotFoundError:
             return False
 
-    def _catch_up(self) -> None:
-        path = self.folder / "index"
-        try:
-            inode = path.stat().st_ino
-        except FileNotFoundError:
-            self._replace_log(None)
-            inode = path.stat().st_ino
-        if self.log < 0 or os.fstat(self.log).st_ino != inode:
-            self._open_log()
-        committed = self.head[1]
-        if committed == self.position:
-            return
-        data = os.pread(self.log, committed - self.position, self.position)
-        at = 0
-        while at < len(data):
-            size, crc = RECORD.unpack_from(data, at)
-            payload = data[at + RECORD.size : at + RECORD.size + size]
-            if len(payload) != size or zlib.crc32(payload) != crc:
-                raise TransportDown(
-                    f"the index of {self.folder.name} is damaged at byte {self.position + at}; something else wrote "
-                    "into it. Fix: close every client of this plane and open it anew."
-                )
-            record = msgspec.msgpack.decode(payload)
-            if record[0] == "snapshot":
-                self.ledger = from_record(record[1])
-            else:
-                self.ledger.apply(record)
-            at += RECORD.size + size
-        self.position = committed
-
-    def _open_log(self) -> None:
-        if self.log >= 0:
-            os.close(self.log)
-        self.log = os.open(self.folder / "index", os.O_RDWR | os.O_CLOEXEC)
-        self.head = memoryview(mmap.mmap(self.log, HEAD_BYTES)).cast("Q")
-        self.position = HEAD_BYTES
-        self.set_aside = 0
-        self.ledger = Ledger()
-
-    def _append(self, data: bytes, *, from_reserve: bool) -> None:
-        """Write behind the committed length, where nobody looks yet: what fails here leaves the plane as it was.
-
-        RESERVE_BYTES behind the end stay allocated, and only records that free something may use them up: on a full
-        /dev/shm samples can still be cleared.
-        """
-        end = self.position + len(data)
-        with room_for(f"{len(data):,} bytes of the index"):
-            if end + RESERVE_BYTES > self.set_aside:
-                try:
-                    os.posix_fallocate(self.log, self.position, len(data) + 2 * RESERVE_BYTES)
-                    self.set_aside = end + 2 * RESERVE_BYTES
-                except OSError:
-                    if not from_reserve:
-                        raise
-            if os.pwrite(self.log, data, self.position) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _publish(self, committed: int) -> None:
-        """The atomic write: one aligned eight-byte store."""
-        self.head[1] = committed
-
-    def _replace_log(self, snapshot: Record | None) -> None:
-        body = b"" if snapshot is None else _framed(["snapshot", snapshot])
-        fresh = self.folder / "index.new"
-        try:
-            with room_for(f"an index of {HEAD_BYTES + len(body):,} bytes"):
-                fresh.write_bytes(
-                    struct.pack("<8sQ", b"SPWINDEX", HEAD_BYTES + len(body)).ljust(HEAD_BYTES, b"\0") + body
-                )
-        except CapacityExceeded:
-            fresh.unlink(missing_ok=True)
-            raise
-        fresh.replace(self.folder / "index")
-
-    def _compact(self) -> None:
-        snapshot = to_record(self.ledger)
-        size = len(msgspec.msgpack.encode(snapshot))
-        self.compact_at = max(COMPACT_BYTES, 4 * size)
-        if self.position <= self.compact_at:
-            return
-        self._replace_log(snapshot)
-        self._open_log()
-        self._catch_up()
-
     def _begin_anew(self) -> None:
         for path in (*self.folder.glob("seg-*"), *self.folder.glob("new-*")):
             path.unlink(missing_ok=True)
-        self._replace_log(None)
-        self._open_log()
+        self.log.begin()
 
 
-@contextmanager
-def room_for(what: str) -> Iterator[None]:
-    """CapacityExceeded where the kernel says that there is no room for what is written inside."""
-    try:
-        yield
-    except OSError as problem:
-        if problem.errno not in FULL:
-            raise
-        raise CapacityExceeded(
-            f"{ROOT} has no room for {what} ({problem.strerror}); nothing was changed. It is probably full, or smaller "
-            "than the batches in flight. Fix: clear samples, set max_bytes, or give the container more shared memory "
-            "(--shm-size)."
-        ) from problem
+def _drop_files_in_child() -> None:
+    for plane in list(_planes):
+        plane.drop_files()
 
 
-def _framed(record: Record) -> bytes:
-    payload = msgspec.msgpack.encode(record)
-    return RECORD.pack(len(payload), zlib.crc32(payload)) + payload
+# A forked child (a DataLoader's worker) would keep its parent's lock alive when the parent is killed inside a call.
+os.register_at_fork(after_in_child=_drop_files_in_child)
 
 
 def _not_free(error: type[DataPlaneError]) -> DataPlaneError:

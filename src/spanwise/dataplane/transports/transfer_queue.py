@@ -37,7 +37,7 @@ from spanwise.dataplane.errors import (
 from spanwise.dataplane.frame_writer import FrameWriter
 from spanwise.dataplane.ledger import Sample
 from spanwise.dataplane.meta import BatchMeta
-from spanwise.dataplane.requests import check_claim, check_put_request, check_registration
+from spanwise.dataplane.requests import check_claim, check_put_request, check_registration, check_selection
 from spanwise.dataplane.schema import Columns, Field
 from spanwise.dataplane.transports.queue_calls import QueueCalls
 from spanwise.dataplane.transports.queue_columns import from_queue, to_queue
@@ -115,22 +115,22 @@ class TransferQueueClient:
     ) -> BatchMeta:
         self._check_open()
         deadline = time.monotonic() + timeout_s
-        names, each = check_put_request(ids, fields, tags, on_conflict)
+        names, each, _ = check_put_request(ids, fields, tags, on_conflict)
         registration = self.registry.of(partition, deadline)
         known = registration.ledger.partition(partition).fields
         ragged = {name for name, entry in known.items() if entry.ragged}
         columns = put_columns({} if fields is None else fields, len(names), ragged)
         schemas = [schema_of(name, column) for name, column in columns.items()]
         before = self.registry.check_put(registration, partition, names, schemas, on_conflict, deadline)
-        lengths = sample_lengths(columns, each)
-        for row, length in enumerate(lengths):
-            if length >= 0:
-                each[row][LENGTH_TAG] = length
+        sample_lengths(columns, each, [-1] * len(names))  # refuses bad tags before anything is changed
         layout = registration.layout
         payload = FrameWriter(columns, group_of={}) if layout == "frame" else to_queue(columns)
         self.registry.learn(registration, partition, schemas, deadline)
         try:
             meta = self.calls.call(lambda q: q.kv_retrieve_meta(names, partition, create=True), deadline, PutTimeout)
+            held = [entry.get(LENGTH_TAG, -1) for entry in meta.custom_meta]
+            for tag, length in zip(each, sample_lengths(columns, each, held), strict=True):
+                tag |= {LENGTH_TAG: length} if length >= 0 else {}
             meta.update_custom_meta(each)
             if layout == "columns" and columns:
                 self.calls.call(lambda q: q.set_custom_meta(meta), deadline, PutTimeout)
@@ -162,14 +162,15 @@ class TransferQueueClient:
         self._check_open()
         deadline = time.monotonic() + timeout_s
         registration = self.registry.of(partition, deadline)
-        names, wanted = list(ids), list(select_fields)
+        names, wanted = list(ids), check_selection(select_fields)
         if not names:
             return BatchedDataDict()
         meta = self.calls.call(lambda q: q.kv_retrieve_meta(names, partition, create=False), deadline, GetTimeout)
         self._check_cells(meta, names, partition, wanted, deadline)
-        if any(not registration.ledger.partition(partition).fields[name].known for name in wanted):
+        schemas = {name: Field(name) for name in wanted} | registration.ledger.partition(partition).fields
+        if not all(schemas[name].known for name in wanted):
             registration = self.registry.of(partition, deadline, fresh=True)
-        schemas = registration.ledger.partition(partition).fields
+            schemas |= registration.ledger.partition(partition).fields
         if registration.layout == "frame":
             return self.frames.get(meta, partition, wanted, schemas, deadline)
         data = self.calls.call(lambda q: q.get_data(meta.select_fields(wanted)), deadline, GetTimeout)
@@ -197,6 +198,7 @@ class TransferQueueClient:
         deadline = time.monotonic() + timeout_s
         registration = self.registry.of(partition, deadline)
         registration.ledger.cursor(partition, task)
+        registration.ledger.check_fields(partition, required_fields)
         fields, nap = list(required_fields), 0.005
         while True:
             claimed = self.calls.fetch(partition, task, fields, batch_size, deadline)
