@@ -81,6 +81,42 @@ PHI_PARTS = (
 )
 
 
+def content(image: str, filters: str = "") -> str:
+    """A message's text, or its parts with a placeholder for each image."""
+    return (
+        "{% if message['content'] is string %}{{ message['content']" + filters + " }}{% else %}"
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}" + image
+        + "{% else %}{{ part['text']" + filters + " }}{% endif %}{% endfor %}{% endif %}"
+    )  # fmt: skip
+
+
+LLAMA3_PARTS = (
+    "{{ '<|begin_of_text|>' }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    + content("<|image|>", " | trim")
+    + "{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+COMMAND_R_PARTS = (
+    "{{ '<BOS_TOKEN>' }}{% for message in messages %}{{ '<|START_OF_TURN_TOKEN|>' }}"
+    "{% if message['role'] == 'user' %}<|USER_TOKEN|>{% elif message['role'] == 'system' %}<|SYSTEM_TOKEN|>"
+    "{% else %}<|CHATBOT_TOKEN|>{% endif %}"
+    + content("<image>", " | trim")
+    + "{{ '<|END_OF_TURN_TOKEN|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{% endif %}"
+)
+DEEPSEEK_PARTS = (
+    "{{ '<｜begin▁of▁sentence｜>' }}{% for message in messages if message['role'] == 'system' %}"
+    + content("<image>")
+    + "{% endfor %}{% for message in messages %}{% if message['role'] == 'user' %}{{ '<｜User｜>' }}"
+    + content("<image>")
+    + "{% elif message['role'] == 'assistant' %}{{ '<｜Assistant｜>' }}"
+    + content("<image>")
+    + "{{ '<｜end▁of▁sentence｜>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}"
+)
+
+
 def chatml(image: str, video: str = "", audio: str = "") -> str:
     """ChatML that prints placeholders for the parts that are not text."""
     return CHATML_PARTS.replace("IMAGE", image).replace("VIDEO", video).replace("AUDIO", audio)
@@ -280,6 +316,55 @@ def nemotron_omni() -> Any:
     )  # fmt: skip
 
 
+@cache
+def mllama() -> Any:
+    """Llama 3's template on Llama 3.2's own class, which no family claims: its mask of images has a token axis."""
+    words = tokenizer("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|image|>")
+    words.bos_token = "<|begin_of_text|>"  # the processor puts it in front of a text that lacks it
+    images = transformers.MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_tiles=4)
+    return transformers.MllamaProcessor(images, words, chat_template=LLAMA3_PARTS)
+
+
+@cache
+def aya_vision() -> Any:
+    """Command-R's template on Aya Vision's class."""
+    words = tokenizer(
+        "<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|SYSTEM_TOKEN|>",
+        "<|CHATBOT_TOKEN|>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_PATCH|>", "TILE", "TILE_GLOBAL",
+    )  # fmt: skip
+    images = transformers.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, min_patches=1, max_patches=1)
+    return transformers.AyaVisionProcessor(images, words, patch_size=14, img_size=28, chat_template=COMMAND_R_PARTS)
+
+
+@cache
+def deepseek_vl() -> Any:
+    """DeepSeek's template on DeepSeek-VL's class."""
+    words = tokenizer(
+        "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", image_token="<image>"
+    )
+    images = transformers.DeepseekVLImageProcessorPil(size={"height": 28, "width": 28}, min_size=14)
+    return transformers.DeepseekVLProcessor(images, words, chat_template=DEEPSEEK_PARTS, num_image_tokens=4)
+
+
+def _llava_onevision_with(template: str, *special: str) -> Any:
+    base = llava_onevision()
+    return transformers.LlavaOnevisionProcessor(
+        base.image_processor, tokenizer("<image>", "<video>", *special), base.video_processor, num_image_tokens=4,
+        vision_feature_select_strategy="full", chat_template=template,
+    )  # fmt: skip
+
+
+@cache
+def llava_mistral() -> Any:
+    return _llava_onevision_with(PIXTRAL_PARTS.replace("[IMG]", "<image>"), "[INST]", "[/INST]")
+
+
+@cache
+def llava_phi() -> Any:
+    words = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+    return _llava_onevision_with(PHI_PARTS.replace("<|image|>", "<image>"), *words)
+
+
 WITHOUT_TORCHVISION = (
     qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_omni, llava, llava_onevision, gemma3, gemma4, internvl, idefics3,
 )  # fmt: skip
@@ -292,5 +377,8 @@ def build(name: str) -> Any:
         return BUILDERS[name]()
 
 
-BUILDERS: dict[str, Callable[[], Any]] = {make.__name__: make for make in WITH_TORCHVISION}
+OTHERS = (mllama, aya_vision, deepseek_vl, llava_mistral, llava_phi)
+BUILDERS: dict[str, Callable[[], Any]] = {make.__name__: make for make in (*WITH_TORCHVISION, *OTHERS)}
+OTHER_TEMPLATES = tuple(make.__name__ for make in OTHERS)
+NO_FAMILY = ("mllama", "aya_vision", "deepseek_vl")
 REAL = tuple(make.__name__ for make in WITHOUT_TORCHVISION)

@@ -92,6 +92,43 @@ def phi(messages: Sequence[dict[str, Any]]) -> list[Piece]:
     return pieces
 
 
+def llama3(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    pieces: list[Piece] = [("<|begin_of_text|>", False)]
+    for message in messages:
+        pieces.append((f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False))
+        pieces.append((text_of(message, "", trim=True) + "<|eot_id|>", message["role"] == "assistant"))
+    return pieces
+
+
+def command_r(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    pieces: list[Piece] = [("<BOS_TOKEN>", False)]
+    names = {"system": "SYSTEM", "user": "USER", "assistant": "CHATBOT"}
+    for message in messages:
+        pieces.append((f"<|START_OF_TURN_TOKEN|><|{names[message['role']]}_TOKEN|>", False))
+        pieces.append((text_of(message, "", trim=True) + "<|END_OF_TURN_TOKEN|>", message["role"] == "assistant"))
+    return pieces
+
+
+def deepseek(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    pieces: list[Piece] = [("<｜begin▁of▁sentence｜>", False)]
+    pieces += [(text_of(message, ""), False) for message in messages if message["role"] == "system"]
+    for message in messages:
+        if message["role"] == "user":
+            pieces.append(("<｜User｜>" + text_of(message, ""), False))
+        elif message["role"] == "assistant":
+            pieces += [("<｜Assistant｜>", False), (text_of(message, "") + "<｜end▁of▁sentence｜>", True)]
+    return pieces
+
+
+def kimi(messages: Sequence[dict[str, Any]]) -> list[Piece]:
+    pieces: list[Piece] = []
+    for message in messages:
+        role = message["role"]
+        pieces.append((f"<|im_{role}|>{role}<|im_middle|>", False))
+        pieces.append((text_of(message, "image") + "<|im_end|>", role == "assistant"))
+    return pieces
+
+
 # family: renderer, how an answer opens and closes, whether a system turn is allowed
 RENDERERS: dict[str, tuple[Callable[[Sequence[dict[str, Any]]], list[Piece]], str, str, bool]] = {
     "qwen2_vl": (chatml(""), "<|im_start|>assistant\n", "<|im_end|>", True),
@@ -109,5 +146,11 @@ RENDERERS: dict[str, tuple[Callable[[Sequence[dict[str, Any]]], list[Piece]], st
     "pixtral": (pixtral, "[/INST]", "<|im_end|>", False),
     "kimi_k25": (chatml("image"), "<|im_start|>assistant\n", "<|im_end|>", True),
     "phi4_multimodal": (phi, "<|assistant|>", "<|end|>", True),
+    "mllama": (llama3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", True),
+    "aya_vision": (command_r, "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>", True),
+    "deepseek_vl": (deepseek, "<｜Assistant｜>", "<｜end▁of▁sentence｜>", True),
+    "llava_mistral": (pixtral, "[/INST]", "<|im_end|>", False),
+    "llava_phi": (phi, "<|assistant|>", "<|end|>", True),
+    "kimi_vl": (kimi, "<|im_assistant|>assistant<|im_middle|>", "<|im_end|>", True),
     "nemotron_omni": (chatml(""), "<|im_start|>assistant\n", "<|im_end|>", True),
 }  # fmt: skip

@@ -63,9 +63,9 @@ def rows(name: str, repeats: int) -> list[dict[str, Any]]:
     return [{"conversation": as_parts(chat, seed)} for seed, chat in enumerate(chats)]
 
 
-def run(name: str, repeats: int) -> Outcome:
+def run(name: str, repeats: int, processor: Any = None) -> Outcome:
     """Collate each conversation and compare its labels with the oracle's."""
-    processor = processors.build(name)
+    processor = processor or processors.build(name)
     collator = VLMCollator(processor, allow_unlabelled=True)
     outcome = Outcome(collator.family.name)
     media = media_token_ids(processor)

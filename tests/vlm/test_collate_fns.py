@@ -6,6 +6,7 @@ import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -179,10 +180,35 @@ def test_qwen3_omni(monkeypatch: pytest.MonkeyPatch) -> None:
     duck = Duck()
     collate_fns.qwen3_omni_collate_fn(rows(chat("what", "a cat")), duck, use_audio_in_video=True)
     assert asked == [True]
+    assert "use_audio_in_video" not in duck.calls[0]
+    monkeypatch.setattr(collate_fns, "process_mm_info", lambda *_, **__: (["wave"], None, ["frames"]))
+    collate_fns.qwen3_omni_collate_fn(rows(chat("what", "a cat")), duck, use_audio_in_video=True)
+    assert duck.calls[1]["use_audio_in_video"] is True
     assert duck.calls[0]["audio"] == [["wave"]]
     assert duck.calls[0]["padding_side"] == "right"
     assert "images" not in duck.calls[0]
     assert "videos" not in duck.calls[0]
+
+
+def test_qwen3_omni_reads_media_with_its_utilities_for_the_real_class_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row with an image and a clip, one with neither; what was read is what the processor gets, labels proven."""
+    other, wave = Image.new("RGB", (30, 90), (200, 10, 30)), np.sin(np.arange(3200, dtype=np.float32))
+
+    def read(conversation: Any, use_audio_in_video: bool) -> Any:
+        return ([wave], [other], None) if isinstance(conversation[0]["content"], list) else (None, None, None)
+
+    monkeypatch.setattr(collate_fns, "HAVE_QWEN_OMNI_UTILS", True)
+    monkeypatch.setattr(collate_fns, "process_mm_info", read)
+    processor = processors.build("qwen3_omni")
+    heard = chat("hear", "a cat", IMAGE)
+    heard[0]["content"].insert(0, {"type": "audio", "audio": "somewhere.wav"})
+    plain = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yes"}]
+    batch = collate_fns.qwen3_omni_collate_fn(rows(plain, heard), processor)
+    said = [processor.tokenizer.decode(labels[labels != -100]) for labels in batch["labels"]]
+    assert said == ["yes<|im_end|>", "a cat<|im_end|>"]
+    assert batch["image_grid_thw"].tolist() == processor.image_processor([other])["image_grid_thw"].tolist()
+    assert len(batch["input_features"]) == 1
+    assert batch["attention_mask"][0].tolist() == sorted(batch["attention_mask"][0].tolist(), reverse=True)
 
 
 def test_phi4_modes() -> None:
@@ -305,52 +331,20 @@ def test_nemotron_omni_with_a_duck() -> None:
         )
 
 
-def test_gemma4_prefix_is_seen_and_not_trained_on() -> None:
-    processor = processors.build("gemma4")
-    examples = rows(chat("what", "a cat", IMAGE), chat("hello", "a good day"))
-    plain = collate_fns.default_collate_fn(examples, processor)
-    batch = collate_fns.gemma4_prefix_collate_fn(examples, processor)
-    prefix = processor.tokenizer.encode(collate_fns._GEMMA4_THINKING_PREFIX, add_special_tokens=False)
-    assert batch["input_ids"].shape[1] == plain["input_ids"].shape[1] + len(prefix)
-    for row in range(2):
-        ids = batch["input_ids"][row].tolist()
-        place = next(i for i in range(len(ids)) if ids[i : i + len(prefix)] == prefix)
-        assert batch["attention_mask"][row, place : place + len(prefix)].tolist() == [1] * len(prefix)
-        assert batch["mm_token_type_ids"][row, place : place + len(prefix)].tolist() == [0] * len(prefix)
-        assert batch["labels"][row, place - 1 : place - 1 + len(prefix)].tolist() == [-100] * len(prefix)
-        trained = batch["labels"][row][batch["labels"][row] != -100]
-        assert trained.tolist() == plain["labels"][row][plain["labels"][row] != -100].tolist()
-    untouched = collate_fns._inject_thinking_prefix_tokens(
-        {"input_ids": torch.tensor([[5, 6]]), "other": torch.ones(1, 2).long()}, processor.tokenizer
-    )
-    assert untouched["input_ids"].tolist() == [[5, 6]]
-
-
-def test_gemma4_prefix_grows_every_table_of_integers_with_zeros() -> None:
-    tokenizer = processors.build("gemma4").tokenizer
-    prefix = tokenizer.encode(collate_fns._GEMMA4_THINKING_PREFIX, add_special_tokens=False)
-    turn = tokenizer.encode(collate_fns._GEMMA4_MODEL_TURN, add_special_tokens=False)
-    ids = torch.tensor([[5, *turn, 6]])
-    batch = {
-        "input_ids": ids, "some_places": torch.full_like(ids, 9), "seen": torch.ones_like(ids, dtype=torch.bool),
-        "scores": torch.ones(ids.shape), "other_width": torch.ones(1, 2, dtype=torch.int64),
-    }  # fmt: skip
-    grown = collate_fns._inject_thinking_prefix_tokens(batch, tokenizer)
-    at = 1 + len(turn)
-    assert grown["input_ids"].tolist() == [[5, *turn, *prefix, 6]]
-    assert grown["some_places"].tolist() == [[9] * at + [0] * len(prefix) + [9]]
-    assert grown["seen"].tolist() == [[True] * at + [False] * len(prefix) + [True]]
-    assert grown["scores"] is batch["scores"]
-    assert grown["other_width"] is batch["other_width"]
-    assert batch["some_places"].tolist() == [[9] * (at + 1)]
-
-
 def test_the_collator_with_ducks() -> None:
     duck = Duck()
     batch = VLMCollator(duck, labels="search")(rows(chat("what is it", "a cat", IMAGE)))
     assert spelled(duck, batch["labels"][0]) == "a cat <eos>"
     inner = collate_fns.PreTokenizedDatasetWrapper(rows(chat("what is it", "a cat", IMAGE)), duck)
     assert spelled(duck, inner[0]["labels"]) == "a cat <eos>"
+    with pytest.raises(ValueError, match=r"row 0 has roles \['user'\]"):
+        VLMCollator(duck, labels="search")(rows([{"role": "user", "content": "x"}]))
+    with pytest.raises(ValueError, match="none of the 1 rows has a label"):
+        VLMCollator(duck, labels="search")(rows(chat("what is it", "")))
+    heard = {"conversation": chat("x", "y"), "audio": ([0.0, 1.0], 16_000)}
+    phi = type("Phi4MMProcessor", (Duck,), {})()
+    VLMCollator(phi, labels="search")([heard])
+    assert phi.calls[0]["audios"] == [([0.0, 1.0], 16_000)]
     with pytest.raises(ValueError, match="takes one sample at a time"):
         VLMCollator(type("KimiK25Processor", (Kimi,), {})(), labels="template")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import logging
 import re
@@ -15,12 +14,14 @@ import torch
 from PIL import Image
 
 from spanwise.vlm import VLMCollator, family_of
+from spanwise.vlm.audio import waveform
 from spanwise.vlm.collate_fns import (
     _drop_overlong_samples,
     _estimate_media_tokens,
     _extract_image_config,
     default_collate_fn,
 )
+from spanwise.vlm.media import copied_in_rgb
 from spanwise.vlm.tokens import _estimated_length, expand_image_tokens, media_token_ids
 from tests.vlm import processors
 from tests.vlm.test_collate_fns import chat, rows
@@ -65,7 +66,8 @@ def test_arrays_and_bytes_are_read_where_their_numbers_have_one_meaning() -> Non
     file = io.BytesIO()
     noise.save(file, "PNG")
     three = np.stack([plane] * 3)
-    for image in (plane, plane[..., None], three, np.moveaxis(three, 0, -1), torch.from_numpy(three), file.getvalue()):
+    for image in (plane, plane[..., None], three, np.moveaxis(three, 0, -1), torch.from_numpy(three), file.getvalue(),
+                  {"bytes": file.getvalue(), "path": "cat.png"}):  # fmt: skip
         assert torch.equal(pixels_of(image), expected), type(image)
     for image, named in (
         (plane / 255, "a ndarray of shape (40, 60) and type float64"),
@@ -86,6 +88,20 @@ def test_an_image_that_was_opened_and_is_cut_off_is_named(mode: str) -> None:
         VLMCollator(processors.build("qwen2_5_vl"))(rows(chat("x", "y", IMAGE), chat("x", "y", opened)))
 
 
+def test_files_are_read_the_way_up_that_their_camera_says(tmp_path: Path) -> None:
+    """As transformers reads them; a picture that lies down is not what the model will be asked about."""
+    noise = Image.effect_noise((60, 40), 60).convert("RGB")
+    turned = Image.Exif()
+    turned[274] = 6
+    noise.save(file := tmp_path / "a.png", exif=turned)
+    upright = noise.transpose(Image.Transpose.ROTATE_270)
+    assert torch.equal(pixels_of(str(file)), pixels_of(upright))
+    assert torch.equal(pixels_of({"bytes": None, "path": str(file)}), pixels_of(upright))
+    llava = processors.build("llava_onevision")
+    of_file, of_upright, of_lying = (_estimate_media_tokens(chat("x", "y", i), llava) for i in (file, upright, noise))
+    assert of_file == of_upright != of_lying
+
+
 def test_files_are_opened_and_unreadable_ones_named(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     IMAGE.save(file)
@@ -102,46 +118,14 @@ def test_files_are_opened_and_unreadable_ones_named(tmp_path: Path) -> None:
             collator(rows(chat("what", "a cat", IMAGE), chat("what", "a cat", str(path))))
 
 
-MEDIA: dict[str, Any] = {"image": IMAGE, "video": [IMAGE] * 2, "audio": np.zeros(3200, dtype=np.float32)}
-
-
-@pytest.mark.parametrize("name", processors.REAL)
-def test_media_and_placeholders_must_agree_row_by_row(name: str) -> None:
-    """Of each kind: a part without its medium, a medium that the template prints nothing for, a typed placeholder."""
-    processor = processors.build(name)
-    silent = copy.copy(processor)
-    silent.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
-    )
-    for kind, medium in MEDIA.items():
-        brings = chat("x", "y")
-        brings[0]["content"].insert(0, {"type": kind, kind: medium})
-        word = getattr(processor, f"{kind}_token", None)
-        refused = rf"row 1 (renders 0 placeholders .* and brings 1 {kind}s|brings media of type '{kind}')"
-        with pytest.raises(ValueError, match=refused):
-            VLMCollator(silent, allow_unlabelled=True, labels="template")(rows(chat("x", "y"), brings))
-        if word is None:
-            with pytest.raises(ValueError, match=rf"row 1 brings media of type '{kind}'"):
-                VLMCollator(processor)(rows(chat("x", "y"), brings))
-            with pytest.raises(ValueError, match=rf"row 1 has 1 {kind} parts and brings 0"):
-                VLMCollator(processor)(rows(chat("x", "y"), [{**brings[0], "content": [{"type": kind}]}, brings[1]]))
-            continue
-        with pytest.raises(ValueError, match=rf"row 1 renders 1 placeholders {re.escape(repr(word))} and brings 0"):
-            VLMCollator(processor)(rows(chat("x", "y"), chat(f"type {word}", "y")))
-        empty = chat("x", "y")
-        empty[0]["content"].insert(0, {"type": kind})
-        with pytest.raises(ValueError, match=r"row 0 (renders 1 placeholders .* and|has 1 \w+ parts and) brings 0"):
-            VLMCollator(processor)(rows(empty))
-
-
-def test_media_of_a_tokenizer_and_an_audio_column_are_refused_too() -> None:
-    tokenizer = copy.copy(processors.build("qwen2_5_vl").tokenizer)
-    tokenizer.chat_template = processors.build("qwen2_5_vl").chat_template
-    with pytest.raises(ValueError, match=r"row 0 brings media of type 'image' to a \w+; expected a processor"):
-        VLMCollator(tokenizer)(rows(chat("x", "y", IMAGE)))
-    heard = {"conversation": chat("x", "y"), "audio": MEDIA["audio"]}
-    with pytest.raises(ValueError, match="row 0 brings media of type 'audio' to a LlavaProcessor"):
-        VLMCollator(processors.build("llava"))([heard])
+def test_images_of_nothing_and_frames_of_other_modes() -> None:
+    with pytest.raises(ValueError, match="row 1: an image has 0 × 5 pixels"):
+        VLMCollator(processors.build("gemma3"))(rows(chat("x", "y"), chat("x", "y", Image.new("RGB", (0, 5)))))
+    frames = [Image.new("L", (4, 4)), Image.new("RGB", (4, 4))]
+    conversation = [{"role": "user", "content": [{"type": "video", "video": frames}]}]
+    (copied,) = copied_in_rgb([conversation])
+    assert [frame.mode for frame in copied[0]["content"][0]["video"]] == ["RGB", "RGB"]
+    assert [frame.mode for frame in frames] == ["L", "RGB"]
 
 
 def heard_frames(name: str, audio: Any, *, as_part: bool) -> torch.Tensor:
@@ -167,6 +151,15 @@ def test_audio_is_heard_at_the_extractor_s_rate(name: str) -> None:
     assert (heard_frames(name, loud, as_part=True) - frames).abs().median() < 0.05
 
 
+def test_resampling_lets_no_tone_come_back_as_another() -> None:
+    """12 kHz is above what 16 kHz can hold: it must vanish, while 1 kHz beside it stays as it is."""
+    time = np.arange(4800) / 48_000
+    low, high = np.sin(2 * np.pi * 1000 * time), np.sin(2 * np.pi * 12_000 * time)
+    wave = waveform({"array": low + high, "sampling_rate": 48_000}, 16_000, 0)
+    assert len(wave) == 1600
+    assert np.abs(wave - low[::3]).max() < 1e-3
+
+
 @pytest.mark.parametrize(
     ("audio", "named"),
     [
@@ -182,42 +175,6 @@ def test_audio_that_cannot_be_heard_names_its_row(audio: Any, named: str) -> Non
     conversation[0]["content"].insert(0, {"type": "audio", "audio": audio})
     with pytest.raises(ValueError, match=rf"row 1: its audio is {re.escape(named)}"):
         VLMCollator(processors.build("qwen3_omni"))(rows(chat("x", "y"), conversation))
-
-
-def test_typed_special_tokens_are_reported_or_broken_up(caplog: pytest.LogCaptureFixture) -> None:
-    processor = processors.build("qwen2_5_vl")
-    examples = rows(chat("<|im_end|>\n<|im_start|>assistant\nme <|image_pad|>", "a cat"), chat("x", "<|im_end|>"))
-    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="renders 1 placeholders"):
-        VLMCollator(processor)(examples)
-    assert "users type special tokens in rows [0]" in caplog.text
-    batch = VLMCollator(processor, sanitize=True)(examples)
-    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert (batch["input_ids"][0] == end).sum() + (batch["labels"][0, -1:] == end).sum() == 2
-    kept = batch["labels"][1][batch["labels"][1] != -100].tolist()
-    assert kept == [end, end]
-
-
-def test_bad_rows_are_named() -> None:
-    collator = VLMCollator(processors.build("qwen2_5_vl"))
-    question = [{"role": "user", "content": "x"}]
-    with pytest.raises(ValueError, match=r"row 1 has roles \['user'\]; expected at least one assistant turn"):
-        collator(rows(chat("x", "y"), question))
-    with pytest.raises(ValueError, match=r"row 0 has keys \['messages'\] and no 'conversation'"):
-        collator([{"messages": question}])
-    for conversation, given in (("hello", "a str"), (["hello"], r"a list of \['str'\]")):
-        with pytest.raises(ValueError, match=rf"row 1: its conversation is {given}; expected a list of messages"):
-            collator(rows(chat("x", "y"), conversation))
-    with pytest.raises(ValueError, match="a batch of 0 rows"):
-        collator([])
-    assert (VLMCollator(processors.build("qwen2_5_vl"), allow_unlabelled=True)(rows(question))["labels"] == -100).all()
-    llava = copy.copy(processors.build("llava"))
-    llava.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    with pytest.raises(
-        ValueError, match="row 0: the chat template of LlavaProcessor prints list content as Python code"
-    ):
-        VLMCollator(llava)(rows(chat("x", "y")))
-    with pytest.raises(ValueError, match="labels of a object cannot be proven"):
-        VLMCollator(object())
 
 
 @pytest.mark.parametrize("name", processors.REAL)
@@ -255,7 +212,7 @@ SIZES = [(60, 40), (30, 90), (300, 20), (113, 200)]
 
 
 @pytest.mark.parametrize("name", processors.REAL)
-def test_estimates_are_the_processor_s_own(name: str) -> None:
+def test_estimates_are_the_processor_s_own(name: str, tmp_path: Path) -> None:
     """Exact up to the marks that frame an image, and never above what a row has: one image and several."""
     processor = processors.build(name)
     frame = {"gemma3": 6, "gemma4": 2}.get(name, 0)
@@ -266,6 +223,9 @@ def test_estimates_are_the_processor_s_own(name: str) -> None:
         assert _estimated_length(conversation, processor) + frame * len(sizes) == true
         assert _estimate_media_tokens(conversation, processor) < true
     assert _estimate_media_tokens(chat("what", "x", "no such file.png"), processor) == 0
+    IMAGE.save(file := tmp_path / "a.png")
+    of_files = {_estimate_media_tokens(chat("what", "x", path), processor) for path in (file, str(file), IMAGE)}
+    assert len(of_files) == 1
     assert _extract_image_config(object()) is None
 
 

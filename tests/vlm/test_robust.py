@@ -57,6 +57,15 @@ def test_what_is_not_the_data_is_raised(error: Exception) -> None:
         make_robust_collate([1], Fails(error))([1])
 
 
+def test_there_must_be_other_rows_to_draw() -> None:
+    for empty in ([], iter([1])):
+        with pytest.raises(ValueError, match=r"has no rows to draw others from") as raised:
+            make_robust_collate(empty, Fails(OSError("first")))([1])
+        assert isinstance(raised.value.__cause__, OSError)
+    with pytest.raises(ValueError, match="max_retries=0 was given; expected at least 1"):
+        make_robust_collate([1], Fails(), max_retries=0)
+
+
 def test_picklable() -> None:
     robust = make_robust_collate([1, 2], Fails())
     assert pickle.loads(pickle.dumps(robust))([5]) == [5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from spanwise.batch import for_trainer, model_inputs
 from spanwise.train.digits import DIGITS, HELD_OUT, digit_rows
 from spanwise.train.recipe import RecipeError, load_recipe, parse_recipe
-from spanwise.train.vlm import build, with_other_images
+from spanwise.train.vlm import VisionTask, build, with_other_images
 from spanwise.vlm import VLMCollator
 from spanwise.vlm.inspect import tokens_of_row
 from tests.vlm import processors
@@ -123,6 +125,73 @@ def test_the_task_of_a_recipe(tmp_path: Path, packing: bool) -> None:
     page = task.report_sections()[0].html
     assert 'title="media"' in page
     assert page.count("data:image/png") == 3
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_a_batch_of_long_rows_teaches_nothing_and_is_counted(tmp_path: Path, packing: str) -> None:
+    options = [f"output={tmp_path}", f"data.packing={packing}", "data.context_length=32", "vision.drop_overlong=true"]
+    task = build(load_recipe("recipes/vlm-digits.yaml", options), tmp_path)
+    fits, long = task.train_rows[0], rows()[0]
+    long["conversation"][0]["content"][1]["text"] = "so many words " * 20
+    batch = task.collator([long])
+    assert batch["left_out"] == {"overlong": 1}
+    assert task.counts(batch)["ce"] == 0
+    parts = task.losses(task.model, batch, {"ce": 1.0})["ce"]
+    assert parts.total == 0
+    parts.total.backward()
+    mixed = task.collator([long, fits])
+    assert mixed["left_out"] == {"overlong": 1}
+    assert task.counts(mixed)["ce"] == task.counts(task.collator([fits]))["ce"] > 0
+
+
+def short_run(folder: Path, steps: int, *options: str, resume: bool = False) -> dict[str, Any]:
+    from spanwise.train.run import train
+
+    given = [
+        f"output={folder}", f"train.max_steps={steps}", "train.save_steps=2", "train.warmup_steps=0",
+        "train.lr_scheduler_type=constant", "train.per_device_train_batch_size=4", *options,
+    ]  # fmt: skip
+    return train(load_recipe("recipes/vlm-digits.yaml", given), resume=resume)
+
+
+def test_a_resumed_run_has_its_own_weights(tmp_path: Path) -> None:
+    """Qwen2.5-VL's files name the weights of its vision tower otherwise than its modules; a run must find them."""
+    whole = short_run(tmp_path / "whole", 4, "data.eval=null")["loss_per_step"]
+    assert short_run(tmp_path / "half", 2, "data.eval=null")["loss_per_step"] == whole[:2]
+    again = short_run(tmp_path / "half", 4, "data.eval=null", resume=True)["loss_per_step"]
+    assert again == pytest.approx(whole, rel=1e-6)
+
+
+def test_the_best_checkpoint_is_what_a_run_ends_with(tmp_path: Path) -> None:
+    """Two steps answer nothing, nor do four: the first of equals is the best."""
+    (question, answer) = rows()[0]["conversation"]
+    question["content"][0]["image"].save(tmp_path / "red.png")
+    question["content"][0] = {"type": "image", "image": str(tmp_path / "red.png")}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"conversation": [question, answer]}) + "\n")
+    short_run(tmp_path / "run", 4, f"data.eval={tmp_path / 'rows.jsonl'}")
+    ended, second, fourth = (
+        load_file(tmp_path / "run" / name / "model.safetensors") for name in (".", "checkpoint-2", "checkpoint-4")
+    )
+    assert all(torch.equal(ended[key], second[key]) for key in second)
+    assert not all(torch.equal(ended[key], fourth[key]) for key in fourth)
+
+
+def packed_recipe(tmp_path: Path, *options: str) -> Any:
+    return load_recipe("recipes/vlm-digits.yaml", [f"output={tmp_path}", "data.packing=true", *options])
+
+
+def test_packs_with_adapters_count_positions_on_three_axes_too(tmp_path: Path) -> None:
+    task = build(packed_recipe(tmp_path, "student.peft={r: 2, target_modules: [q_proj]}"), tmp_path)
+    batch = task.collator([task.train_rows[place] for place in range(2)])
+    assert batch["position_ids"].shape == (3, *batch["input_ids"].shape)
+
+
+def test_packs_are_refused_where_the_attention_would_not_obey_their_mask(tmp_path: Path) -> None:
+    recipe = packed_recipe(tmp_path)
+    task = build(recipe, tmp_path)
+    task.model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"data.packing is true and the student's attention is 'eager'.*Fix: "):
+        VisionTask(recipe, task.model, task.processing_class, task.train_rows, None)
 
 
 def test_a_recipe_s_mistakes_are_said() -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from spanwise.batch import BatchedDataDict
 from spanwise.vlm import gemma4, media, nemotron, packing, pretokenized, remote, search, tokens
-from spanwise.vlm.called import Call, collate_called
+from spanwise.vlm.called import aligned_labels, collate_called, takes_common_call
+from spanwise.vlm.checks import conversations_of, said_by_row
 from spanwise.vlm.families import (
     DEFAULT,
     FamilySpec,
@@ -35,7 +36,7 @@ from spanwise.vlm.families import (
     qwen3_omni,
 )
 from spanwise.vlm.packing import PackedDatasetWrapper
-from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, conversations_of, finished
+from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, finished, is_own_class
 from spanwise.vlm.pretokenized import PreTokenizedDatasetWrapper
 from spanwise.vlm.robust import make_robust_collate
 
@@ -85,16 +86,21 @@ def _current_builder(ids: Tensor, conversations: Sequence[Any], processor: Any) 
     return build_labels_from_template(ids, conversations, processor)
 
 
-def _collate(
-    examples: Examples, processor: Any, family: FamilySpec, call: Call | None = None, **options: Any
-) -> BatchedDataDict:
-    """One batch: proven where that is possible and no builder was replaced."""
-    settings = Settings(family, builder=_current_builder, **options)
-    if can_prove(processor):
-        labels = "template" if _builders_replaced() else "proven"
-        pad_to_max = settings.max_length is not None
-        return collate_proven(examples, processor, replace(settings, labels=labels, pad_to_max=pad_to_max))
-    return collate_called(examples, processor, settings, call)
+def _settings(processor: Any, family: FamilySpec, **options: Any) -> Settings:
+    """Proven where that is possible and no builder was replaced; whoever brings a builder answers for its labels."""
+    proven = can_prove(processor) and not _builders_replaced()
+    return Settings(
+        family, labels="proven" if proven else "template", builder=_current_builder, allow_unlabelled=not proven,
+        **options,
+    )  # fmt: skip
+
+
+def _collate(examples: Examples, processor: Any, family: FamilySpec, **options: Any) -> BatchedDataDict:
+    """One batch, from the pipeline's own call where it suits the processor, else in the family's style."""
+    settings = _settings(processor, family, **options)
+    if takes_common_call(processor, family):
+        return collate_proven(examples, processor, replace(settings, pad_to_max=settings.max_length is not None))
+    return collate_called(examples, processor, settings)
 
 
 def default_collate_fn(
@@ -146,30 +152,27 @@ def qwen3_omni_collate_fn(examples: Examples, processor: Any, use_audio_in_video
     if read is None:
         read = importlib.import_module("qwen_omni_utils").process_mm_info
 
-    def call(conversations: list[Any], _: list[Any]) -> dict[str, Any]:
-        return remote.omni_call(processor, conversations, read, use_audio_in_video)
+    def call(processor: Any, conversations: list[Any], *_: Any) -> dict[str, Any]:
+        return remote.omni_call(
+            processor, conversations, read, use_audio_in_video=use_audio_in_video, own_class=is_own_class(processor)
+        )
 
-    return _collate(examples, processor, qwen3_omni.FAMILY, call)
+    return collate_called(examples, processor, _settings(processor, qwen3_omni.FAMILY), call)
 
 
 def phi4_mm_collate_fn(examples: Examples, processor: Any) -> BatchedDataDict:
     """Phi-4-multimodal: the tokenizer's template, "audio" of each row, ``input_mode``."""
-
-    def call(conversations: list[Any], rows: list[Any]) -> dict[str, Any]:
-        return remote.phi4_call(processor, conversations, rows)
-
-    return _collate(examples, processor, phi4_multimodal.FAMILY, call)
+    return _collate(examples, processor, phi4_multimodal.FAMILY)
 
 
-def kimi_vl_collate_fn(examples: Examples, processor: Any, max_length: int | None = None) -> BatchedDataDict:
-    """Kimi-VL: overlong rows are left out, then every row is padded to ``max_length``."""
-
-    def call(conversations: list[Any], _: list[Any]) -> dict[str, Any]:
-        return remote.kimi_vl_call(processor, conversations, max_length)
-
+def kimi_vl_collate_fn(
+    examples: Examples, processor: Any, max_length: int | None = None, drop_overlong: bool = True
+) -> BatchedDataDict:
+    """Kimi-VL: overlong rows are left out (or cut behind their media), then every row is padded to ``max_length``."""
     return _collate(
-        examples, processor, kimi_vl.FAMILY, call, max_length=max_length, drop_overlong=max_length is not None
-    )
+        examples, processor, kimi_vl.FAMILY, max_length=max_length,
+        drop_overlong=drop_overlong and max_length is not None,
+    )  # fmt: skip
 
 
 def kimi_k25_vl_collate_fn(
@@ -181,26 +184,41 @@ def kimi_k25_vl_collate_fn(
     out (its count is 0); with transformers' own processor it is an error instead. ``grid_thws`` and ``image_grid_hws``
     are there with either.
     """
-    if can_prove(processor):
+    if takes_common_call(processor, kimi_k25.FAMILY):
         done = _collate(examples, processor, kimi_k25.FAMILY, max_length=max_length, drop_overlong=drop_overlong)
         if "image_grid_thw" in done:
             done["grid_thws"] = done["image_grid_thw"]
             done["image_grid_hws"] = done["image_grid_thw"][:, 1:]
         return done
-    conversations: list[Any] = media.copied_in_rgb(conversations_of(examples, need_assistant=False))
+    settings = _settings(processor, kimi_k25.FAMILY)
+    proven = settings.labels == "proven"
+    conversations: list[Any] = media.copied_in_rgb(conversations_of(examples, need_assistant=proven))
     kept = list(range(len(conversations)))
     if drop_overlong:
         conversations, kept = tokens.drop_overlong(conversations, processor, max_length)
-    rows, places = remote.kimi_k25_rows(processor, conversations, max_length=max_length, drop_overlong=drop_overlong)
+
+    def labels_of(row: dict[str, Any], place: int) -> Tensor:
+        alone = {key: row[key][None] for key in ("input_ids", "attention_mask")}
+        return aligned_labels(alone, [conversations[place]], processor)[0]
+
+    rows, places = remote.kimi_k25_rows(
+        processor, conversations, max_length=max_length, drop_overlong=drop_overlong,
+        labels_of=labels_of if proven else None,
+    )  # fmt: skip
     batch = remote.kimi_k25_batch(rows, processor, max_length)
     counts = batch.pop("n_images_per_sample", None)
     conversations = [conversations[place] for place in places]
-    batch["labels"] = _current_builder(batch["input_ids"], conversations, processor)
-    settings = Settings(kimi_k25.FAMILY, labels="template", allow_unlabelled=True)
-    done = finished(batch, conversations, [examples[kept[place]] for place in places], processor, settings)
+    if not proven:
+        batch["labels"] = _current_builder(batch["input_ids"], conversations, processor)
+    kept = [kept[place] for place in places]
+    done = finished(
+        batch, conversations, [examples[row] for row in kept], processor, replace(settings, labels="template")
+    )
     done.pop("n_images_per_sample", None)
     if counts is not None:
         done["n_images_per_sample"] = counts
+    if len(kept) < len(examples):
+        done["left_out"] = {"overlong": len(examples) - len(kept)}
     return done
 
 
@@ -214,21 +232,26 @@ def nemotron_parse_collate_fn(
     The batch holds ``decoder_input_ids`` = ids[:, :-1], ``decoder_attention_mask`` and labels = ids[:, 1:] with the
     prompt masked. The decoder's start token is put first where the prompt does not begin with it.
     """
-    conversations = media.copied_in_rgb(conversations_of(examples, need_assistant=False))
+    tokenizer = getattr(processor, "tokenizer", processor)
+    searched = _builders_replaced() or not getattr(tokenizer, "is_fast", False)
+    conversations = media.copied_in_rgb(conversations_of(examples, need_assistant=not searched))
     images, targets = nemotron.parse_inputs(conversations)
     texts = [task_prompt + target for target in targets]
-    tokenizer = getattr(processor, "tokenizer", processor)
     start_id, pad_id = nemotron.start_and_pad_ids(tokenizer)
-    batch = dict(processor(images=images, text=texts, padding=True, return_tensors="pt"))
-    batch = nemotron.with_start(batch, start_id)
+
+    def call(rows: Sequence[int]) -> dict[str, Any]:
+        shown, said = [images[row] for row in rows], [texts[row] for row in rows]
+        return dict(processor(images=shown, text=said, padding=True, return_tensors="pt"))
+
+    batch = nemotron.with_start(said_by_row(call, range(len(texts)), processor), start_id)
     ids = batch["input_ids"]
-    labels = None if _builders_replaced() else nemotron.target_labels(ids, texts, targets, tokenizer)
+    labels = None if searched else nemotron.target_labels(ids, texts, targets, tokenizer)
     if labels is None:  # there is no chat template, so markers mean nothing here: search, unless a builder was replaced
         search_answer = build_labels_from_template is _OWN_BUILDERS[1]
         builder = build_labels if search_answer else build_labels_from_template
         labels = builder(ids, conversations, processor)
     batch["labels"] = labels
-    settings = Settings(nemotron_parse.FAMILY, labels="template", allow_unlabelled=True)
+    settings = Settings(nemotron_parse.FAMILY, labels="template", allow_unlabelled=searched)
     done = finished(batch, [], examples, processor, settings)
     done["decoder_input_ids"] = ids[:, :-1].clone()
     done["decoder_attention_mask"] = (done["decoder_input_ids"] != pad_id).long()
@@ -240,13 +263,7 @@ def nemotron_parse_collate_fn(
 
 def nemotron_omni_collate_fn(examples: Examples, processor: Any, max_length: int | None = None) -> BatchedDataDict:
     """Nemotron-Nano-Omni: one call per sample with its images, one list of video frames and one waveform."""
-    if can_prove(processor):
-        return _collate(examples, processor, nemotron_omni.FAMILY, max_length=max_length)
-
-    def call(conversations: list[Any], rows: list[Any]) -> dict[str, Any]:
-        return nemotron.omni_batch(processor, conversations, rows, max_length)
-
-    return _collate(examples, processor, nemotron_omni.FAMILY, call, max_length=max_length)
+    return _collate(examples, processor, nemotron_omni.FAMILY, max_length=max_length)
 
 
 def gemma4_prefix_collate_fn(examples: Examples, processor: Any, max_length: int | None = None) -> BatchedDataDict:
@@ -255,7 +272,7 @@ def gemma4_prefix_collate_fn(examples: Examples, processor: Any, max_length: int
     def insert(batch: dict[str, Any], _: Any) -> dict[str, Any]:
         return _inject_thinking_prefix_tokens(batch, getattr(processor, "tokenizer", processor))
 
-    return default_collate_fn(examples, processor, max_length, insert, drop_overlong=False)
+    return default_collate_fn(examples, processor, max_length, insert)
 
 
 def pad_collate_fn(examples: Examples, processor: Any, max_length: int | None = None) -> BatchedDataDict:

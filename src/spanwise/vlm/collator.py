@@ -13,13 +13,15 @@ from typing import Any, Literal
 
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import AssistantSpans
-from spanwise.vlm.called import collate_called
+from spanwise.vlm.called import collate_called, takes_common_call
+from spanwise.vlm.checks import refuse_no_rows
 from spanwise.vlm.families import family_of
-from spanwise.vlm.packing import pack_rows, refuse_two_way
-from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, template_source
+from spanwise.vlm.packing import check_family, pack_rows
+from spanwise.vlm.pipeline import Settings, can_prove, collate_proven, is_own_class, template_source
 from spanwise.vlm.pretokenized import as_document
 from spanwise.vlm.search import searched_labels, template_labels
 
+PACKINGS = ("neat", "flash", "thd")
 LABELS = ("proven", "template", "search")
 
 
@@ -63,6 +65,16 @@ class VLMCollator:
                 f"labels={labels!r} was given; expected one of {LABELS}. It is probably misspelt. "
                 "Fix: labels='proven' unless the processor has no chat template."
             )
+        if packing not in (None, *PACKINGS):
+            raise ValueError(
+                f"packing={packing!r} was given; expected one of {PACKINGS}, or None. It is probably misspelt. "
+                "Fix: packing='neat' for a model whose attention is sdpa."
+            )
+        if max_length is not None and max_length < 2:
+            raise ValueError(
+                f"max_length={max_length} was given; expected at least 2, since the shift takes one column. It was "
+                "probably computed from an empty setting. Fix: pass the width of a row, or None for no limit."
+            )
         if packing is not None and max_length is None:
             raise ValueError(
                 f"packing={packing!r} was given without max_length; expected the width of a packed row. "
@@ -71,7 +83,7 @@ class VLMCollator:
         self.processor = processor
         self.family = family_of(processor)
         if packing is not None:
-            refuse_two_way(self.family)
+            check_family(self.family, get_rope_index)
         self.packing = packing
         self.get_rope_index = get_rope_index
         builder = {
@@ -89,7 +101,7 @@ class VLMCollator:
                 "tokenizer with a chat template. The template is missing, or the object is not transformers' own. "
                 "Fix: set processor.chat_template, or pass labels='template' or 'search'."
             )
-        if self.family.call == "per_sample" and not can_prove(processor):
+        if self.family.call == "per_sample" and not is_own_class(processor):
             raise ValueError(
                 f"a {type(processor).__name__} of remote code was given; expected a processor that takes a batch, and "
                 f"{self.family.name}'s takes one sample at a time. Fix: use its function in "
@@ -99,11 +111,7 @@ class VLMCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
         """Collate rows; at least one."""
-        if not rows:
-            raise ValueError(
-                "a batch of 0 rows was given; expected at least one. The data set or the sampler is empty. "
-                "Fix: check the data set's length, and drop_last in the DataLoader."
-            )
+        refuse_no_rows(rows)
         if self.packing is not None:
             return pack_rows(rows, self)
         return self._collated(rows, self.settings)
@@ -114,6 +122,6 @@ class VLMCollator:
         return as_document(self._collated([row], alone))
 
     def _collated(self, rows: Sequence[Mapping[str, Any]], settings: Settings) -> BatchedDataDict:
-        if self._find is None:
-            return collate_called(rows, self.processor, settings)
-        return collate_proven(rows, self.processor, settings, self._find)
+        if takes_common_call(self.processor, settings.family):
+            return collate_proven(rows, self.processor, settings, self._find)
+        return collate_called(rows, self.processor, settings, find=self._find)

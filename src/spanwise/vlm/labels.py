@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from spanwise.spans.chat import IGNORE_INDEX, Span, span_labels, tokens_inside
 from spanwise.spans.chat_template import UnprovenSpanError
-from spanwise.vlm.families import TOKEN_KEYS
+from spanwise.spans.table import gpt2_alphabet
+from spanwise.vlm.families import TOKEN_AXES, TOKEN_KEYS
 from spanwise.vlm.tokens import media_token_ids
 
 logger = logging.getLogger(__name__)
@@ -46,13 +48,22 @@ def labels_of_row(
         replacements: ``span`` and ``new_span`` of each replacement; None where the processor does not report them.
         processor: for the ids of media tokens.
     """
-    if offsets is not None and (replacements is not None or len(offsets) == 0):
-        labels = span_labels(input_ids, offsets, moved_spans(spans, replacements or ()))
+    if offsets is not None and replacements is not None and _of_this_text(offsets, text, replacements):
+        labels = span_labels(input_ids, offsets, moved_spans(spans, replacements))
         if replacements:  # an image in an answer is shown, not said
             labels = labels.masked_fill(tokens_inside(offsets, [r["new_span"] for r in replacements]), IGNORE_INDEX)
     else:
         labels = _aligned_labels(input_ids, attention_mask, text, spans, processor)
     return labels if attention_mask is None else labels.masked_fill(attention_mask == 0, IGNORE_INDEX)
+
+
+def _of_this_text(offsets: Tensor, text: str, replacements: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the offsets end where the text does, blanks apart; some processors put words of their own in front."""
+    grown = sum(
+        entry["new_span"][1] - entry["new_span"][0] - entry["span"][1] + entry["span"][0] for entry in replacements
+    )
+    missing = len(text) + grown - (int(offsets.max()) if len(offsets) else 0)
+    return missing >= 0 and not text[len(text) - missing :].strip()
 
 
 def moved_spans(spans: Sequence[Span], replacements: Sequence[Mapping[str, Any]]) -> list[Span]:
@@ -77,15 +88,9 @@ def _aligned_labels(
 ) -> Int64[Tensor, " S"]:
     """Align the rendered text's own tokens with the row, both without media tokens."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    if not getattr(tokenizer, "is_fast", False):
-        raise UnprovenSpanError(
-            f"{type(tokenizer).__name__} gives no character offsets; expected a fast tokenizer, since labels are "
-            "proven in characters. A slow tokenizer was probably loaded. Fix: load the fast one, or pass "
-            "labels='template'."
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    own = span_labels(encoded["input_ids"], encoded["offset_mapping"], spans)
-    own_ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+    ids, offsets = _own_tokens(tokenizer, text)
+    own = span_labels(ids, offsets, spans)
+    own_ids = torch.tensor(ids, dtype=torch.int64)
     media = torch.tensor(sorted(media_token_ids(processor)), dtype=torch.int64)
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     places = (real & ~torch.isin(input_ids, media)).nonzero().flatten()
@@ -102,10 +107,46 @@ def _aligned_labels(
     return labels
 
 
+def _own_tokens(tokenizer: Any, text: str) -> tuple[list[int], list[Span]]:
+    """A text's ids and their characters, from the tokenizer's offsets or from the bytes that its tokens spell."""
+    if getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["input_ids"], encoded["offset_mapping"]
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    offsets = _spelled_offsets(ids, tokenizer, text)
+    if offsets is None:
+        raise UnprovenSpanError(
+            f"{type(tokenizer).__name__} gives no character offsets and its tokens do not spell the text byte by byte; "
+            "expected one or the other, since labels are proven in characters. A slow tokenizer was probably loaded. "
+            "Fix: load the fast one, or use spanwise.vlm.VLMCollator(labels='template')."
+        )
+    return ids, offsets
+
+
+def _spelled_offsets(ids: Sequence[int], tokenizer: Any, text: str) -> list[Span] | None:
+    """Characters of each token of a byte-level tokenizer; None where its tokens, end to end, are not the text."""
+    letters = gpt2_alphabet()
+    added = {token_id: word for word, token_id in tokenizer.get_added_vocab().items()}
+    spelled = []
+    for token_id, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        if token_id not in added and not (isinstance(piece, str) and letters.keys() >= set(piece)):
+            return None
+        spelled.append(added[token_id].encode() if token_id in added else bytes(letters[sign] for sign in piece))
+    if b"".join(spelled) != text.encode():
+        return None
+    begins = [place for place, sign in enumerate(text) for _ in sign.encode()] + [len(text)]
+    ends = list(accumulate(map(len, spelled)))
+    return [
+        (begins[end - len(own)], begins[end - 1] + 1 if own else begins[end])
+        for end, own in zip(ends, spelled, strict=True)
+    ]
+
+
 def shift(batch: dict[str, Any]) -> None:
     """Once for every batch: labels lose their first column, every other token-axis tensor its last."""
     for key in TOKEN_KEYS & set(batch):
-        batch[key] = (batch[key][..., 1:] if key == "labels" else batch[key][..., :-1]).contiguous()
+        axis = TOKEN_AXES[key]
+        batch[key] = batch[key].narrow(axis, int(key == "labels"), batch[key].shape[axis] - 1).contiguous()
     batch["labels_shifted"] = True
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # The keys under which a part brings its medium, in the order in which transformers looks for them.
 _MEDIUM_KEYS = {"image": ("image", "url", "path"), "video": ("video", "url", "path"), "audio": ("audio", "url", "path")}
-_LEFT_TO_THE_PROCESSOR = ("http://", "https://", "data:")
+LEFT_TO_THE_PROCESSOR = ("http://", "https://", "data:")
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,12 @@ class Media:
     videos: list[list[Any]]
     audio: list[list[Any]]
 
+    def of_rows(self, rows: Sequence[int]) -> Media:
+        """The media of these rows."""
+        return Media(*([of_kind[row] for row in rows] for of_kind in (self.images, self.videos, self.audio)))
 
-def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
+
+def parts_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The parts of a message whose content is a list; [] for text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, (list, tuple)) else []
@@ -104,14 +108,18 @@ def copied_in_rgb(conversations: Sequence[Conversation], *, open_files: bool = F
 
 
 def _in_rgb(part: Any, row: int, *, open_files: bool) -> Any:
-    if not isinstance(part, dict) or part.get("type") != "image":
+    if not isinstance(part, dict) or part.get("type") not in ("image", "video"):
         return part
+    if part["type"] == "video":
+        return _frames_in_rgb(part, row)
     image = medium_of(part, "image")
     if _is_pil(image):
         converted = _pil_in_rgb(image, row)
         return part if converted is image else {**part, "image": converted}
-    if not open_files or image is None or (isinstance(image, str) and image.startswith(_LEFT_TO_THE_PROCESSOR)):
+    if not open_files or image is None or (isinstance(image, str) and image.startswith(LEFT_TO_THE_PROCESSOR)):
         return part
+    if isinstance(image, Mapping) and image.keys() <= {"bytes", "path"}:  # a column of images in a Parquet file
+        image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, (str, Path)):
         opened = open_image(image, row)
     elif isinstance(image, (bytes, bytearray)):
@@ -122,8 +130,16 @@ def _in_rgb(part: Any, row: int, *, open_files: bool) -> Any:
     return {**kept, "image": opened}
 
 
+def _frames_in_rgb(part: dict[str, Any], row: int) -> dict[str, Any]:
+    """A video given as PIL frames, each of them in RGB; any other is the processor's to read."""
+    frames = part.get("video")
+    if not isinstance(frames, (list, tuple)) or not any(_is_pil(frame) for frame in frames):
+        return part
+    return {**part, "video": [_pil_in_rgb(frame, row) if _is_pil(frame) else frame for frame in frames]}
+
+
 def _is_pil(image: Any) -> bool:
-    return all(hasattr(image, name) for name in ("convert", "mode", "load"))
+    return all(hasattr(image, name) for name in ("convert", "mode", "size", "load"))
 
 
 def _pil_in_rgb(image: Any, row: int) -> Any:
@@ -135,6 +151,11 @@ def _pil_in_rgb(image: Any, row: int) -> Any:
             f"row {row}: an image has mode {image.mode!r}, 32 bits per pixel; expected 8 or 16, since nothing says "
             "which number is white, and Pillow would clip it to black or white. It was probably computed, or read from "
             "a scientific format. Fix: scale it to 0…255 and pass Image.fromarray(values.astype('uint8'))."
+        )
+    if 0 in image.size:
+        raise ValueError(
+            f"row {row}: an image has {image.width} × {image.height} pixels; expected at least one each way. It was "
+            "probably cropped to nothing. Fix: check the crop, or leave the row out."
         )
     try:
         if image.mode.startswith("I;16"):
@@ -172,11 +193,13 @@ def open_image(source: str | Path, row: int) -> Any:
 
 
 def _read(source: Any, name: str, row: int) -> Any:
-    from PIL import Image
+    """A file's image the way up that its camera says, as transformers reads files (but not images that are open)."""
+    from PIL import Image, ImageOps
 
     try:
-        with Image.open(source) as image:
-            image.load()
+        with Image.open(source) as opened:
+            opened.load()
+            image = ImageOps.exif_transpose(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise _unreadable(name, row, error) from error
     converted = _pil_in_rgb(image, row)

@@ -72,7 +72,10 @@ def with_start(batch: dict[str, Any], start_id: int) -> dict[str, Any]:
 
 
 def target_labels(input_ids: Tensor, texts: Sequence[str], targets: Sequence[str], tokenizer: Any) -> Tensor | None:
-    """Labels of the targets by character offsets, when the tokenizer's own ids stand in each row; else None."""
+    """Labels of the targets by character offsets, when the tokenizer's own ids stand in each row; else None.
+
+    An end token that the tokenizer puts behind a target is said, too: a model never told to stop does not.
+    """
     if not getattr(tokenizer, "is_fast", False):
         return None
     labels = torch.full_like(input_ids, -100)
@@ -82,6 +85,8 @@ def target_labels(input_ids: Tensor, texts: Sequence[str], targets: Sequence[str
         for begin in (0, 1):
             if torch.equal(input_ids[row, begin : begin + len(ids)], ids):
                 own = span_labels(ids, encoded["offset_mapping"], [(len(text) - len(target), len(text))])
+                if len(ids) > 1 and ids[-1] == getattr(tokenizer, "eos_token_id", None) and own[-2] == ids[-2]:
+                    own[-1] = ids[-1]
                 labels[row, begin : begin + len(ids)] = own
                 break
         else:

@@ -9,6 +9,8 @@ Shapes: S row width, B rows, T tokens of all documents, n documents, M position 
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,14 +22,21 @@ from torch import Tensor, nn
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX
 from spanwise.spans.pack import block_causal_mask, pack_documents
+from spanwise.vlm.checks import refuse_uneven, renumbered
 from spanwise.vlm.families import TOKEN_KEYS, FamilySpec, family_of
 from spanwise.vlm.joining import joined_media, media_counts
 from spanwise.vlm.pipeline import cast_pixels
-from spanwise.vlm.tokens import is_media_token
+from spanwise.vlm.tokens import NothingFitsError, is_media_token
 
+logger = logging.getLogger(__name__)
 _TYPE_ROWS = ("mm_token_type_ids", "token_type_ids")
 _TOKEN_ROWS = {"labels": IGNORE_INDEX, "attention_mask": 0} | dict.fromkeys(_TYPE_ROWS, 0)
 _PLACES = ("input_ids", "position_ids")
+# What models count positions from; each takes some of them.
+_ROPE_ARGUMENTS = {
+    "input_ids", "attention_mask", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts",
+    "audio_seqlens", "second_per_grids",
+}  # fmt: skip
 FLASH = ("flash_attention_2", "flash_attention_3")
 
 
@@ -52,7 +61,7 @@ class PackedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> None:
         processor = getattr(inner_dataset, "processor", None)
         if processor is not None:
-            refuse_two_way(family_of(processor))
+            check_family(family_of(processor), get_rope_index)
         self.inner = inner_dataset
         self.bins = [list(rows) for rows in bins]
         self.pack_size = pack_size
@@ -70,6 +79,11 @@ class PackedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
         get_rope_index: Callable[..., Any] | None = None,
     ) -> PackedDatasetWrapper:
         """Plan packs from exact lengths (:func:`exact_lengths`); what fits nowhere is counted in ``left_out``."""
+        if len(lengths) != len(inner_dataset):
+            raise ValueError(
+                f"{len(lengths)} lengths were given for {len(inner_dataset)} rows; expected one per row. They were "
+                "probably taken from another data set. Fix: pass exact_lengths(inner_dataset)."
+            )
         plan = pack_documents([max(length - 1, 0) for length in lengths], pack_size)
         packed = cls(inner_dataset, plan.rows, pack_size, padding_idx, get_rope_index)
         if plan.too_long:
@@ -93,8 +107,18 @@ def exact_lengths(dataset: Any) -> list[int]:
     return [len(tokenized(row)["input_ids"]) for row in range(len(dataset))]
 
 
-def refuse_two_way(family: FamilySpec) -> None:
-    """Packs promise causal attention within a document; media that attend both ways would be trained wrong."""
+def check_family(family: FamilySpec, get_rope_index: Callable[..., Any] | None) -> None:
+    """Packs promise that a document is in them what it is alone.
+
+    Raises:
+        ValueError: media of this family attend both ways, which the masks of a pack do not say.
+    """
+    if family.three_axes and get_rope_index is None:
+        logger.warning(
+            "%s counts the positions of images on three axes, and packs were asked for without the model's "
+            "get_rope_index: they count on one, and documents with images are not what they are alone. Pass "
+            "get_rope_index=model.model.get_rope_index.", family.name,
+        )  # fmt: skip
     if family.two_way:
         raise ValueError(
             f"packing was asked for {family.name}; expected a family whose tokens attend backwards only. Its image "
@@ -133,6 +157,7 @@ def pack(
         ``input_ids``, ``labels`` [S]; ``attention_mask`` [S] with 1…n per document and 0 where a document hides a
         token; ``position_ids`` [S] or [M, S]; the documents' media; ``n_images``, ``n_videos``.
     """
+    refuse_uneven(documents, "input_ids", "attention_mask", "labels")
     sizes = [len(document["input_ids"]) - 1 for document in documents]
     if sum(sizes) > pack_size:
         raise ValueError(
@@ -171,13 +196,16 @@ def _positions(document: Mapping[str, Any], get_rope_index: Callable[..., Any] |
     size = len(document["input_ids"]) - 1
     if get_rope_index is None:
         return torch.arange(size)
-    batch_of_one = {"input_ids": document["input_ids"][None]}
-    for key in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
-        if document.get(key) is not None:
-            batch_of_one[key] = document[key]
-    if document.get("mm_token_type_ids") is not None:
-        batch_of_one["mm_token_type_ids"] = document["mm_token_type_ids"][None]
-    positions = get_rope_index(**batch_of_one)[0]
+    named = dict(document)
+    if (heard := document.get("feature_attention_mask")) is not None:
+        named["audio_seqlens"] = heard.sum(dim=-1)
+    if (seconds := document.get("video_second_per_grid")) is not None:
+        named["second_per_grids"] = torch.as_tensor(seconds)
+    for key in ("input_ids", "mm_token_type_ids"):
+        named[key] = document[key][None] if document.get(key) is not None else None
+    named["attention_mask"] = torch.ones_like(named["input_ids"])  # what a document hides still has its place
+    known = inspect.signature(get_rope_index).parameters.keys() & _ROPE_ARGUMENTS
+    positions = get_rope_index(**{key: named[key] for key in known if named.get(key) is not None})[0]
     return positions[:, 0, :-1]
 
 
@@ -201,6 +229,7 @@ def neat_packed(
             f"attn_implementation={attn_implementation!r} was given; expected 'sdpa', 'eager' or one of {FLASH}. The "
             "model's attention knows no packed documents. Fix: load the model with attn_implementation='sdpa'."
         )
+    refuse_uneven(batch, "input_ids", "attention_mask", "position_ids")
     longest = max(len(pack["input_ids"]) for pack in batch)
     width = longest if max_length is None else max_length
     if longest > width:
@@ -248,6 +277,7 @@ def thd_packed(batch: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
     """
     if not batch:
         return BatchedDataDict()
+    refuse_uneven(batch, "input_ids", "attention_mask", "position_ids", "labels")
     sizes: list[int] = []
     for place, pack in enumerate(batch):
         index = torch.as_tensor(pack["attention_mask"])
@@ -284,24 +314,20 @@ def _stacked(batch: Sequence[Mapping[str, Any]], key: str, fill: int, width: int
     return torch.stack([nn.functional.pad(row, (0, width - len(row)), value=fill) for row in rows])
 
 
-def _document(collator: Any, row: Mapping[str, Any], place: int) -> dict[str, Any]:
-    try:
-        document: dict[str, Any] = collator.document(row)
-    except ValueError as error:
-        raise type(error)(f"row {place} of the batch, taken alone: {error}") from error
-    return document
-
-
 def pack_rows(rows: Sequence[Mapping[str, Any]], collator: Any) -> BatchedDataDict:
     """Tokenize rows one by one and pack them within this batch, for ``VLMCollator(packing=…)``."""
     width = collator.settings.max_length
-    documents = [_document(collator, row, place) for place, row in enumerate(rows)]
+    documents = []
+    for place, row in enumerate(rows):
+        with renumbered(place):
+            documents.append(collator.document(row))
     plan = pack_documents([max(len(document["input_ids"]) - 1, 0) for document in documents], width)
-    if plan.too_long and not collator.settings.drop_overlong:
+    if plan.too_long and (not collator.settings.drop_overlong or not plan.rows):
         longest = max(len(documents[row]["input_ids"]) for row in plan.too_long)
-        raise ValueError(
+        raise (ValueError if plan.rows else NothingFitsError)(
             f"rows {plan.too_long} have up to {longest} tokens; expected at most max_length={width} + 1. Their images "
-            "or texts are too long for a pack. Fix: raise max_length, or pass drop_overlong=True to leave them out."
+            "or texts are too long for a pack. Fix: raise max_length, or pass drop_overlong=True to leave them out "
+            "(of several: a batch without rows is none)."
         )
     kept = [row for row in range(len(rows)) if row not in set(plan.too_long)]
     refuse_last_medium([documents[row] for row in kept], kept, collator.processor)

@@ -24,19 +24,15 @@ from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans, Span
 from spanwise.spans.chat_template import ChatTemplate
 from spanwise.vlm.audio import clips_of_rows, sampling_rate
-from spanwise.vlm.families import DEFAULT, TOKEN_KEYS, FamilySpec, family_of
+from spanwise.vlm.checks import conversations_of, refuse_unmatched, renumbered, said_by_row
+from spanwise.vlm.families import DEFAULT, TOKEN_AXES, TOKEN_KEYS, FamilySpec, family_of
 from spanwise.vlm.labels import labels_of_row, refuse_unlabelled, shift
-from spanwise.vlm.media import Conversation, Media, copied_in_rgb, count_media, gather, parts_of
-from spanwise.vlm.tokens import drop_overlong, hide_fake_media, is_media_token, truncate
+from spanwise.vlm.media import Conversation, Media, copied_in_rgb, count_media, gather
+from spanwise.vlm.reading import as_template_reads
+from spanwise.vlm.tokens import NothingFitsError, drop_overlong, hide_fake_media, is_media_token, truncate
 
 Example = Mapping[str, Any]
 LabelBuilder = Callable[[Tensor, Sequence[Any], Any], Tensor]
-# The parts of a processor that read each kind of medium.
-_READERS = {
-    "image": ("image_processor",),
-    "video": ("video_processor",),
-    "audio": ("feature_extractor", "audio_processor", "audio_feature_extractor"),
-}
 _PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
 
 
@@ -96,38 +92,6 @@ def can_prove(processor: Any) -> bool:
     return is_transformers(processor) and template_source(processor) is not None
 
 
-def conversations_of(examples: Sequence[Example], *, need_assistant: bool) -> list[Any]:
-    """The rows' conversations; a row without one, or without an assistant turn, is an error that names it."""
-    rows = []
-    for row, example in enumerate(examples):
-        conversation = example.get("conversation")
-        if not conversation:
-            raise ValueError(
-                f"row {row} has keys {sorted(example)} and no 'conversation'; expected a list of messages with role "
-                "and content under that key. The data set probably names it otherwise. Fix: rename the column."
-            )
-        if not isinstance(conversation, (list, tuple)) or not all(isinstance(m, Mapping) for m in conversation):
-            raise ValueError(
-                f"row {row}: its conversation is {_shown(conversation)}; expected a list of messages, each a dict with "
-                "role and content. The column holds plain text, or chats that were stored as JSON. Fix: parse it, or "
-                "wrap the text as [{'role': 'user', 'content': …}, {'role': 'assistant', 'content': …}]."
-            )
-        if need_assistant and not any(message.get("role") == "assistant" for message in conversation):
-            raise ValueError(
-                f"row {row} has roles {[message.get('role') for message in conversation]}; expected at least one "
-                "assistant turn to train on. The answer is missing or its role is spelt otherwise. "
-                "Fix: leave the row out, or name the role 'assistant'."
-            )
-        rows.append(conversation)
-    return rows
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"a {type(value).__name__} of {sorted({type(entry).__name__ for entry in value})}"
-    return f"a {type(value).__name__}"
-
-
 def collate_proven(
     examples: Sequence[Example], processor: Any, settings: Settings, find: AssistantSpans | None = None
 ) -> BatchedDataDict:
@@ -143,31 +107,37 @@ def collate_proven(
         The processor's tensors with labels [B, S - 1] already shifted; ``left_out`` counts rows by reason.
     """
     proven = settings.labels == "proven"
-    conversations = conversations_of(examples, need_assistant=proven and not settings.allow_unlabelled)
+    conversations = conversations_of(examples, need_assistant=not settings.allow_unlabelled)
     conversations = copied_in_rgb(conversations, open_files=True)
+    conversations = as_template_reads(conversations, template_source(processor))
     conversations = sanitized(conversations, processor, change=settings.sanitize)
     if proven:
-        finder = find or AssistantSpans(template_source(processor))
-        rendered = [_spans_of_row(finder, row, conversation) for row, conversation in enumerate(conversations)]
+        rendered = rendered_rows(find or AssistantSpans(template_source(processor)), conversations)
     else:
         template = ChatTemplate(template_source(processor))
-        rendered = [(template.render(conversation), []) for conversation in conversations]
+
+        def render(rows: Sequence[int]) -> list[str]:
+            return [template.render(conversations[row]) for row in rows]
+
+        rendered = [(text, []) for text in said_by_row(render, range(len(conversations)), processor)]
+    media = gather(conversations)
+    media = replace(media, audio=clips_of_rows(media.audio, examples, sampling_rate(processor)))
+    refuse_unmatched([text for text, _ in rendered], conversations, media, processor)
     rows = list(range(len(examples)))
     # Of an unknown family nothing is guessed before it is processed: a row that fits must stay.
     if settings.drop_overlong and settings.max_length is not None and family_of(processor) is not DEFAULT:
         _, rows = drop_overlong(conversations, processor, settings.max_length)
     while True:
-        batch = _processed([rendered[row] for row in rows], [conversations[row] for row in rows],
-                           [examples[row] for row in rows], processor, settings)  # fmt: skip
+        batch = _processed(rendered, media, rows, processor, settings)
+        if settings.hook is not None:
+            batch = hooked(batch, processor, settings.hook)
         fits = _rows_that_fit(batch, settings)
         if fits is None:
             break
         rows = [rows[place] for place in fits]
     kept = [conversations[row] for row in rows]
     if not proven and settings.builder is not None:
-        batch = dict(settings.hook(batch, processor)) if settings.hook is not None else batch
         batch["labels"] = settings.builder(batch["input_ids"], kept, processor)
-        settings = replace(settings, hook=None)
     batch = finished(batch, kept, [examples[row] for row in rows], processor, settings)
     if len(rows) < len(examples):
         batch["left_out"] = dict(Counter(overlong=len(examples) - len(rows)))
@@ -181,10 +151,8 @@ def finished(
     processor: Any,
     settings: Settings,
 ) -> BatchedDataDict:
-    """Everything behind the processor: hook, cut, pad, shift, fake media, counts, dtype."""
+    """Everything behind the labels: cut, pad, shift, fake media, counts, dtype."""
     batch = dict(batch)
-    if settings.hook is not None:
-        batch = _hooked(batch, processor, settings.hook)
     size = batch["input_ids"].shape[1]
     width = settings.max_length or size
     if settings.shifted and (settings.labels == "proven" or size > width):
@@ -207,46 +175,41 @@ def finished(
     return BatchedDataDict(batch)
 
 
-def _spans_of_row(finder: AssistantSpans, row: int, conversation: Conversation) -> tuple[str, list[Span]]:
-    try:
-        return finder(conversation)
-    except ValueError as error:
-        raise type(error)(f"row {row}: {error}") from error
+def rendered_rows(finder: AssistantSpans, conversations: Sequence[Conversation]) -> list[tuple[str, list[Span]]]:
+    """Each row's text and what the assistant said in it; an error names the row."""
+    rendered = []
+    for row, conversation in enumerate(conversations):
+        with renumbered(row):
+            rendered.append(finder(conversation))
+    return rendered
 
 
 def _processed(
-    rendered: Sequence[tuple[str, list[Span]]],
-    conversations: Sequence[Conversation],
-    examples: Sequence[Example],
-    processor: Any,
-    settings: Settings,
+    rendered: Sequence[tuple[str, list[Span]]], media: Media, rows: Sequence[int], processor: Any, settings: Settings
 ) -> dict[str, Any]:
-    """The processor's output for rendered rows, with proven labels [B, S] where these are asked for."""
-    texts = [text for text, _ in rendered]
-    media = gather(conversations)
-    media = replace(media, audio=clips_of_rows(media.audio, examples, sampling_rate(processor)))
-    for kind, given in (("image", media.images), ("video", media.videos), ("audio", media.audio)):
-        _refuse_mismatch(texts, given, processor, kind)
-        _refuse_empty_parts(conversations, given, kind)
-    output = _call_processor(texts, media, processor, settings)
+    """The processor's output for these of the rendered rows, with proven labels [B, S] where these are asked for."""
+
+    def call(some: Sequence[int]) -> dict[str, Any]:
+        return _call_processor([rendered[row][0] for row in some], media.of_rows(some), processor, settings)
+
+    output = said_by_row(call, rows, processor)
     offsets, replacements = output.pop("offset_mapping", None), output.pop("text_replacement_offsets", None)
     if settings.labels == "proven":
-        output["labels"] = torch.stack(
-            [
-                labels_of_row(
-                    output["input_ids"][row],
-                    output["attention_mask"][row] if "attention_mask" in output else None,
-                    text,
-                    spans,
-                    offsets=None if offsets is None else torch.as_tensor(offsets[row]),
-                    replacements=_replacements_of(
-                        replacements, row, bool(media.images[row] or media.videos[row] or media.audio[row])
-                    ),
-                    processor=processor,
+        labels = []
+        for place, row in enumerate(rows):
+            brings_media = bool(media.images[row] or media.videos[row] or media.audio[row])
+            with renumbered(row):
+                labels.append(
+                    labels_of_row(
+                        output["input_ids"][place],
+                        output["attention_mask"][place] if "attention_mask" in output else None,
+                        *rendered[row],
+                        offsets=None if offsets is None else torch.as_tensor(offsets[place]),
+                        replacements=_replacements_of(replacements, place, brings_media),
+                        processor=processor,
+                    )
                 )
-                for row, (text, spans) in enumerate(rendered)
-            ]
-        )
+        output["labels"] = torch.stack(labels)
     return output
 
 
@@ -297,47 +260,6 @@ def _replacements_of(reported: Any, row: int, brings_media: bool) -> Any:
     return None if brings_media else ()
 
 
-def _refuse_mismatch(texts: Sequence[str], media: Sequence[Sequence[Any]], processor: Any, kind: str) -> None:
-    """Placeholders and media of one kind must agree row by row; the processor itself would only see the sum."""
-    word = getattr(processor, f"{kind}_token", None)
-    if not isinstance(word, str) or not word:
-        _refuse_unread(media, processor, kind)
-        return
-    for row, (text, given) in enumerate(zip(texts, media, strict=True)):
-        found = text.count(word)
-        if found != len(given):
-            raise ValueError(
-                f"row {row} renders {found} placeholders {word!r} and brings {len(given)} {kind}s; expected as many of "
-                f"one as of the other. A user typed the placeholder, a part has no {kind}, or the template drops it. "
-                f"Fix: give every {kind} part its {kind}, or pass sanitize=True to break up typed placeholders."
-            )
-
-
-def _refuse_empty_parts(conversations: Sequence[Conversation], media: Sequence[Sequence[Any]], kind: str) -> None:
-    """A part that brings nothing, where the template prints nothing for it either."""
-    for row, (conversation, given) in enumerate(zip(conversations, media, strict=True)):
-        parts = sum(part.get("type") == kind for message in conversation for part in parts_of(message))
-        if parts > len(given):
-            raise ValueError(
-                f"row {row} has {parts} {kind} parts and brings {len(given)}; expected one for each part. A file was "
-                f"left out when the row was written, or it stands under another key. Fix: put it under {kind!r} in its "
-                "part, or leave the part out."
-            )
-
-
-def _refuse_unread(media: Sequence[Sequence[Any]], processor: Any, kind: str) -> None:
-    """A processor without a placeholder and a reader for this kind would pass over such media without a word."""
-    if any(getattr(processor, name, None) is not None for name in _READERS[kind]):
-        return
-    rows = [row for row, given in enumerate(media) if given]
-    if rows:
-        raise ValueError(
-            f"row {rows[0]} brings media of type {kind!r} to a {type(processor).__name__}; expected a processor that "
-            "reads that type, since this one would collate the row as if it had none. The model does not take them, or "
-            f"another processor was meant. Fix: leave {kind} out of the rows, or load a processor that takes it."
-        )
-
-
 def sanitized(conversations: Sequence[Conversation], processor: Any, *, change: bool) -> list[Any]:
     """User text with special tokens typed in it: reported in the log, or (``change``) broken by a zero-width space."""
     from spanwise.vlm.sanitize import break_up_specials
@@ -352,7 +274,7 @@ def _rows_that_fit(batch: Mapping[str, Any], settings: Settings) -> list[int] | 
     lengths = batch["attention_mask"].sum(dim=1)
     fits = (lengths <= settings.max_length).nonzero().flatten().tolist()
     if not fits:
-        raise ValueError(
+        raise NothingFitsError(
             f"All {len(lengths)} samples in batch exceed max_length={settings.max_length} (they have "
             f"{int(lengths.min())} to {int(lengths.max())} tokens); expected at least one that fits. Images become "
             "many tokens, or max_length is too small. Fix: raise max_length, limit the image size in the processor, or "
@@ -361,10 +283,16 @@ def _rows_that_fit(batch: Mapping[str, Any], settings: Settings) -> list[int] | 
     return fits if len(fits) < len(lengths) else None
 
 
-def _hooked(batch: dict[str, Any], processor: Any, hook: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Run a hook; labels must have stayed in step with the ids it returns."""
-    changed = dict(hook(batch, processor))
-    if changed["labels"].shape != changed["input_ids"].shape:
+def hooked(batch: dict[str, Any], processor: Any, hook: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Run a hook; labels that are there must have stayed in step with the ids it returns."""
+    returned: Any = hook(batch, processor)
+    if not isinstance(returned, Mapping):
+        raise ValueError(
+            f"the hook returned a {type(returned).__name__}; expected the batch. It probably changes the batch in "
+            "place. Fix: let it return the batch."
+        )
+    changed = dict(returned)
+    if "labels" in changed and changed["labels"].shape != changed["input_ids"].shape:
         raise ValueError(
             f"the hook returned input_ids {tuple(changed['input_ids'].shape)} beside labels "
             f"{tuple(changed['labels'].shape)}; expected equal shapes. The hook inserts tokens and forgets the labels. "
@@ -378,9 +306,11 @@ def pad_columns(batch: dict[str, Any], width: int, processor: Any) -> None:
     tokenizer = getattr(processor, "tokenizer", processor)
     fill = _PADDING | {"input_ids": getattr(tokenizer, "pad_token_id", None) or 0}
     for key in TOKEN_KEYS & set(batch):
-        missing = width - batch[key].shape[-1]
+        value, axis = batch[key], TOKEN_AXES[key]
+        missing = width - value.shape[axis]
         if missing > 0:
-            batch[key] = torch.nn.functional.pad(batch[key], (0, missing), value=fill.get(key, 0))
+            behind = [0, 0] * (value.ndim - 1 - axis % value.ndim)
+            batch[key] = torch.nn.functional.pad(value, (*behind, 0, missing), value=fill.get(key, 0))
 
 
 def add_counts(batch: dict[str, Any], conversations: Sequence[Conversation]) -> None:

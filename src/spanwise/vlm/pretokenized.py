@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from spanwise.batch import BatchedDataDict
 from spanwise.spans.chat import IGNORE_INDEX, AssistantSpans
-from spanwise.vlm.called import collate_called
-from spanwise.vlm.families import family_of
+from spanwise.vlm.called import collate_called, takes_common_call
+from spanwise.vlm.checks import conversations_of, refuse_no_rows, refuse_uneven, renumbered
+from spanwise.vlm.families import TOKEN_KEYS, family_of
 from spanwise.vlm.joining import joined_media, media_counts
 from spanwise.vlm.labels import shift
 from spanwise.vlm.media import has_media, with_fake_image
@@ -93,8 +94,12 @@ class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
         )
 
     def tokenized(self, idx: int) -> dict[str, Any]:
-        """Row ``idx`` itself, however long; cut only with ``truncate``."""
-        example: Mapping[str, Any] = self.dataset[idx]
+        """Row ``idx`` itself, however long; cut only with ``truncate``. Errors name it by ``idx``."""
+        with renumbered(idx):
+            return self._tokenized(self.dataset[idx])
+
+    def _tokenized(self, example: Mapping[str, Any]) -> dict[str, Any]:
+        conversations_of([example], need_assistant=True)
         if self.inject_fake_images and not has_media(example["conversation"]):
             example = {
                 **example, "conversation": with_fake_image(example["conversation"]), "_injected_fake": True
@@ -102,11 +107,11 @@ class PreTokenizedDatasetWrapper(torch.utils.data.Dataset[dict[str, Any]]):
         settings = Settings(
             family_of(self.processor), allow_unlabelled=True, shifted=False, hook=self.post_tokenize_hook
         )
-        if self._find is not None:
+        if takes_common_call(self.processor, settings.family):
             tensors = dict(collate_proven([example], self.processor, settings, self._find))
         else:
-            builder = partial(template_labels, fallback=searched_labels)
-            tensors = dict(collate_called([example], self.processor, replace(settings, builder=builder)))
+            settings = replace(settings, builder=partial(template_labels, fallback=searched_labels))
+            tensors = dict(collate_called([example], self.processor, settings, find=self._find))
         if self.truncate and self.max_length is not None:
             truncate(tensors, self.max_length, is_media_token(tensors["input_ids"], self.processor))
         return as_document(tensors)
@@ -131,12 +136,28 @@ def pad(examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int |
         processor: for its padding id (0 where it has none).
         max_length: the width before the shift; None is the longest row.
 
+    Returns:
+        The batch, in the rows' order; but where positions have three axes, rows with hidden media come last. Such
+        models take the next image's size for each run of image tokens that attention *sees*: a hidden image in front
+        would hand its size to the next row's.
+
     Raises:
         ValueError: a row would lose media tokens to ``max_length`` or the shift, or media cannot be joined.
     """
+    refuse_no_rows(examples)
+    refuse_uneven(examples, "input_ids", "attention_mask", "labels")
+    if family_of(processor).three_axes:
+        examples = sorted(examples, key=lambda example: _hides_media(example, processor))
     tokenizer = getattr(processor, "tokenizer", processor)
     fills = ROW_PADDING | {"input_ids": getattr(tokenizer, "pad_token_id", 0) or 0}
     width = max_length or max(len(example["input_ids"]) for example in examples)
+    unknown = sorted({key for example in examples for key in example} & TOKEN_KEYS - fills.keys() - {"position_ids"})
+    if unknown:
+        raise ValueError(
+            f"rows carry {unknown}; expected of the tensors with a token axis only {sorted(fills)}, since others are "
+            "padded along more than tokens. Their processor makes them for a whole batch. Fix: collate the "
+            "conversations with spanwise.vlm.VLMCollator, which lets it."
+        )
     batch: dict[str, Any] = {}
     for key, fill in fills.items():
         if any(example.get(key) is not None for example in examples):
@@ -149,6 +170,11 @@ def pad(examples: Sequence[Mapping[str, Any]], processor: Any, max_length: int |
         if any(counted):
             batch[name] = torch.tensor(counted, dtype=torch.int64)
     return BatchedDataDict(batch)
+
+
+def _hides_media(example: Mapping[str, Any], processor: Any) -> bool:
+    media = is_media_token(torch.as_tensor(example["input_ids"]), processor)
+    return bool((media & (torch.as_tensor(example["attention_mask"]) == 0)).any())
 
 
 def _padded(example: Mapping[str, Any], key: str, fill: int, width: int) -> Tensor:

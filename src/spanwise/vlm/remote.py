@@ -15,29 +15,39 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spanwise.spans.chat import IGNORE_INDEX
+from spanwise.vlm.checks import said_by_row
 from spanwise.vlm.media import gather, medium_of, parts_of
 from spanwise.vlm.tokens import expand_image_tokens
 
 logger = logging.getLogger(__name__)
 Example = Mapping[str, Any]
 PHI_LIMIT = 1024
+_ROW_PADDING = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
 
 
-def phi4_call(processor: Any, conversations: Sequence[Any], examples: Sequence[Example]) -> dict[str, Any]:
+def phi4_call(
+    processor: Any, conversations: Sequence[Any], examples: Sequence[Example], max_length: int | None = None
+) -> dict[str, Any]:
     """The tokenizer's own template, audio as (array, sampling rate), ``input_mode`` by what a batch brings."""
     tokenizer = getattr(processor, "tokenizer", processor)
     texts = [tokenizer.apply_chat_template(conversation, tokenize=False) for conversation in conversations]
-    audio = [_with_rate(example["audio"]) for example in examples if example.get("audio") is not None]
+    media = gather(conversations)
+    audio = [
+        _with_rate(clip)
+        for clips, example in zip(media.audio, examples, strict=True)
+        for clip in clips or [example.get("audio")]
+        if clip is not None
+    ]
     named: dict[str, Any] = {"audios": audio} if audio else {}
-    images = [image for row in gather(conversations).images for image in row]
+    images = [image for row in media.images for image in row]
     if images:
         named["images"] = images
-    batch = dict(
-        processor(text=texts, **named, return_tensors="pt", padding=True, truncation=True, max_length=PHI_LIMIT)
-    )
-    if batch["input_ids"].shape[1] >= PHI_LIMIT:
+    limit = PHI_LIMIT if max_length is None else max_length + 1
+    batch = dict(processor(text=texts, **named, return_tensors="pt", padding=True, truncation=True, max_length=limit))
+    if batch["input_ids"].shape[1] >= limit:
         raise ValueError(
-            f"the batch has {batch['input_ids'].shape[1]} tokens; expected fewer than {PHI_LIMIT}, where this "
+            f"the batch has {batch['input_ids'].shape[1]} tokens; expected fewer than {limit}, where this "
             "processor cuts rows without looking at their media. The audio or text is too long. Fix: shorten or leave "
             "out long rows."
         )
@@ -62,25 +72,53 @@ def input_mode(batch: Mapping[str, Any]) -> int:
 
 
 def omni_call(
-    processor: Any, conversations: Sequence[Any], process_mm_info: Callable[..., Any], use_audio_in_video: bool
+    processor: Any,
+    conversations: Sequence[Any],
+    process_mm_info: Callable[..., Any],
+    *,
+    use_audio_in_video: bool,
+    own_class: bool,
 ) -> dict[str, Any]:
-    """Audio, images and videos as ``qwen_omni_utils`` reads them, passed only where there are some; right padding."""
+    """Audio, images and videos as ``qwen_omni_utils`` reads them, passed only where there are some; right padding.
+
+    transformers' own class takes clips and videos in flat lists and must be told which clip is whose; other objects
+    get one list per row.
+    """
     texts = [
         processor.apply_chat_template(conversation, add_generation_prompt=False, tokenize=False)
         for conversation in conversations
     ]
     read = [process_mm_info(conversation, use_audio_in_video=use_audio_in_video) for conversation in conversations]
-    named = {
-        name: media
-        for name, media in zip(
-            ("audio", "images", "videos"), (list(column) for column in zip(*read, strict=True)), strict=True
-        )
-        if any(entry is not None and not (isinstance(entry, list) and not entry) for entry in media)
+    named: dict[str, Any] = {
+        name: [list(media) if media is not None else [] for media in column]
+        for name, column in zip(("audio", "images", "videos"), zip(*read, strict=True), strict=True)
+        if any(media is not None and len(media) for media in column)
     }
+    if own_class:
+        named |= {name: [one for row in named[name] for one in row] for name in ("audio", "videos") if name in named}
+    if use_audio_in_video and "videos" in named:
+        named |= (
+            {"load_audio_from_video": True, "audio_from_video_indices": _whose_audio(conversations)}
+            if own_class
+            else {"use_audio_in_video": True}
+        )
     return dict(processor(text=texts, return_tensors="pt", padding=True, padding_side="right", **named))
 
 
-def kimi_vl_call(processor: Any, conversations: Sequence[Any], max_length: int | None) -> dict[str, Any]:
+def _whose_audio(conversations: Sequence[Any]) -> list[int | None]:
+    """For each clip, in the order of the parts: the number of the video that it belongs to, None for a part's own.
+
+    >>> _whose_audio([[{"role": "user", "content": [{"type": "video"}, {"type": "audio"}, {"type": "video"}]}]])
+    [0, None, 1]
+    """
+    kinds = [part.get("type") for row in conversations for message in row for part in parts_of(message)]
+    videos = iter(range(kinds.count("video")))
+    return [next(videos) if kind == "video" else None for kind in kinds if kind in ("audio", "video")]
+
+
+def kimi_vl_call(
+    processor: Any, conversations: Sequence[Any], examples: Sequence[Example], max_length: int | None = None
+) -> dict[str, Any]:
     """Texts and flat images; padded to ``max_length`` without truncation once overlong rows are out."""
     texts = [
         processor.apply_chat_template(conversation, add_generation_prompt=False, tokenize=False)
@@ -96,22 +134,29 @@ def kimi_vl_call(processor: Any, conversations: Sequence[Any], max_length: int |
 
 
 def kimi_k25_rows(
-    processor: Any, conversations: Sequence[Any], *, max_length: int | None, drop_overlong: bool
+    processor: Any,
+    conversations: Sequence[Any],
+    *,
+    max_length: int | None,
+    drop_overlong: bool,
+    labels_of: Callable[[dict[str, Any], int], Tensor] | None = None,
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """One processor call per sample, each placeholder expanded from the grid, overlong rows cut or left out.
 
     A cut that would reach image tokens takes the sample's images out altogether: its placeholders become padding ids,
-    its media are not passed on and its count is 0.
+    its media are not passed on and its count is 0. ``labels_of(row, place)`` labels a row before it is cut.
 
     Returns:
-        Rows with ``input_ids``, ``attention_mask`` [S], ``n_images``, and where they survive ``grid_thws`` [N, 3] and
-        ``pixel_values``; and the positions of the rows kept.
+        Rows with ``input_ids``, ``attention_mask`` (and ``labels``) [S], ``n_images``, and where they survive
+        ``grid_thws`` [N, 3] and ``pixel_values``; and the positions of the rows kept.
     """
     media_id = _kimi_media_id(processor)
     pad_id = getattr(processor.tokenizer, "pad_token_id", 0) or 0
     rows, kept = [], []
     for place, conversation in enumerate(conversations):
-        row = _kimi_k25_row(processor, conversation, media_id)
+        row = _kimi_k25_row(processor, conversation, media_id, place)
+        if labels_of is not None:
+            row["labels"] = labels_of(row, place)
         if max_length is not None and len(row["input_ids"]) > max_length:
             if drop_overlong:
                 logger.warning("left out a sample of %d tokens (max_length=%d).", len(row["input_ids"]), max_length)
@@ -134,7 +179,7 @@ def _kimi_media_id(processor: Any) -> int:
     return 163605 if named is None else int(named)  # the released vocabulary's id
 
 
-def _kimi_k25_row(processor: Any, conversation: Any, media_id: int) -> dict[str, Any]:
+def _kimi_k25_row(processor: Any, conversation: Any, media_id: int, place: int) -> dict[str, Any]:
     medias = [
         {"type": "image", "image": medium_of(part, "image")}
         for message in conversation
@@ -142,7 +187,8 @@ def _kimi_k25_row(processor: Any, conversation: Any, media_id: int) -> dict[str,
         if part.get("type") == "image"
     ]
     text = processor.apply_chat_template(conversation, add_generation_prompt=False, tokenize=False)
-    sample = processor(text=text, return_tensors="pt", **({"medias": medias} if medias else {}))
+    named = {"medias": medias} if medias else {}
+    sample = said_by_row(lambda _: processor(text=text, return_tensors="pt", **named), [place], processor)
     ids, mask = sample["input_ids"][0], sample["attention_mask"][0]
     row: dict[str, Any] = {"n_images": 0}
     grid = sample.get("grid_thws")
@@ -155,11 +201,12 @@ def _kimi_k25_row(processor: Any, conversation: Any, media_id: int) -> dict[str,
 
 
 def _kimi_cut(row: dict[str, Any], max_length: int, media_id: int, pad_id: int) -> dict[str, Any]:
-    ids, mask = row["input_ids"][:max_length], row["attention_mask"][:max_length]
+    cut = {key: row[key][:max_length] for key in _ROW_PADDING if key in row}
     if bool((row["input_ids"][max_length - 1 :] == media_id).any()):  # the shift takes the last column, too
         logger.warning("max_length=%d cuts into the images of a sample: its images are taken out.", max_length)
-        return {"input_ids": ids.masked_fill(ids == media_id, pad_id), "attention_mask": mask, "n_images": 0}
-    return row | {"input_ids": ids, "attention_mask": mask}
+        ids = cut["input_ids"]
+        return cut | {"input_ids": ids.masked_fill(ids == media_id, pad_id), "n_images": 0}
+    return row | cut
 
 
 def kimi_k25_batch(rows: Sequence[Mapping[str, Any]], processor: Any, max_length: int | None) -> dict[str, Any]:
@@ -177,9 +224,10 @@ def kimi_k25_batch(rows: Sequence[Mapping[str, Any]], processor: Any, max_length
 
 
 def padded_rows(rows: Sequence[Mapping[str, Any]], pad_id: int, max_length: int | None) -> dict[str, Any]:
-    """``input_ids`` and ``attention_mask`` of per-sample rows, padded on the right."""
+    """``input_ids``, ``attention_mask`` and, where rows have them, ``labels``, padded on the right."""
     width = max_length or max(len(row["input_ids"]) for row in rows)
     return {
         key: torch.stack([nn.functional.pad(row[key], (0, width - len(row[key])), value=fill) for row in rows])
-        for key, fill in (("input_ids", pad_id), ("attention_mask", 0))
+        for key, fill in (_ROW_PADDING | {"input_ids": pad_id}).items()
+        if key in rows[0]
     }

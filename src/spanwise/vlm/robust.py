@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from spanwise.spans.chat_template import UnprovenSpanError
+from spanwise.vlm.checks import NOT_THE_DATA
 
 logger = logging.getLogger(__name__)
-NOT_THE_DATA = (ImportError, MemoryError, NameError)
 
 
 class RobustCollate:
@@ -34,6 +34,11 @@ class RobustCollate:
         retry_unproven: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
+        if max_retries < 1:
+            raise ValueError(
+                f"max_retries={max_retries} was given; expected at least 1, the batch itself. It counts batches, not "
+                "further ones. Fix: pass 1 to try none but the first."
+            )
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.max_retries = max_retries
@@ -60,11 +65,20 @@ class RobustCollate:
                 "Collate failed (attempt %d/%d): %s: %s. Re-sampling batch. So far: %s",
                 attempt + 1, self.max_retries, type(error).__name__, error, dict(self.failures),
             )  # fmt: skip
-            drawn = torch.randint(len(self.dataset), (len(examples),), generator=self.generator)
-            examples = [self.dataset[int(row)] for row in drawn]
+            examples = self._others(len(examples), error)
         raise RuntimeError(
             f"Collate failed after {self.max_retries} retries ({dict(self.failures)}). Last error: {error}"
         ) from error
+
+    def _others(self, count: int, error: Exception) -> list[Any]:
+        size = len(self.dataset) if hasattr(self.dataset, "__len__") else 0
+        if size == 0:
+            raise ValueError(
+                f"a batch failed and the data set, a {type(self.dataset).__name__}, has no rows to draw others from; "
+                "expected len and integer indices. It is empty, or a stream. Fix: pass a data set with rows, or leave "
+                "make_robust_collate out."
+            ) from error
+        return [self.dataset[int(row)] for row in torch.randint(size, (count,), generator=self.generator)]
 
 
 def make_robust_collate(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from spanwise.vlm.checks import KINDS
 from spanwise.vlm.media import Conversation
 
 logger = logging.getLogger(__name__)
@@ -23,12 +24,13 @@ def break_up_specials(conversations: Sequence[Conversation], processor: Any, *, 
 
     Args:
         conversations: not changed.
-        processor: for its tokenizer's special tokens.
+        processor: for its tokenizer's special tokens and its own placeholders, which need not be special.
         change: False only logs a warning that names the rows.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    specials: list[str] = list(getattr(tokenizer, "all_special_tokens", ()))
-    words = sorted((word for word in specials if len(word) > 1), key=len, reverse=True)
+    placeholders = (getattr(processor, f"{kind}_token", None) for kind in KINDS)
+    known = {*getattr(tokenizer, "all_special_tokens", ()), *placeholders}
+    words = sorted((word for word in known if isinstance(word, str) and len(word) > 1), key=lambda w: (-len(w), w))
     if not words:
         return list(conversations)
     pattern = re.compile("|".join(re.escape(word) for word in words))

@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from spanwise.vlm.families import TOKEN_KEYS, family_of
-from spanwise.vlm.media import Conversation, gather
+from spanwise.vlm.families import TOKEN_AXES, TOKEN_KEYS, family_of
+from spanwise.vlm.media import LEFT_TO_THE_PROCESSOR, Conversation, gather
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,10 @@ _ID_NAMES = (
     "start_image_token_id", "end_image_token_id", "fake_image_token_id", "global_image_token_id",
 )  # fmt: skip
 MERGE_KERNEL = (2, 2)
+
+
+class NothingFitsError(ValueError):
+    """Every row of a batch is longer than ``max_length``, and a batch without rows is none."""
 
 
 def media_token_ids(processor: Any) -> set[int]:
@@ -135,16 +140,17 @@ def smart_resize(height: int, width: int, *, factor: int, min_pixels: int, max_p
 
 
 def image_size(image: Any) -> tuple[int, int] | None:
-    """Height and width of a PIL image or of the file at a path; None where they cannot be known."""
-    from PIL import Image
+    """Height and width of a PIL image or of the file at a path, upright; None where they cannot be known."""
+    from PIL import ExifTags, Image
 
     try:
         if isinstance(image, Image.Image):
             return image.height, image.width
-        if isinstance(image, str) and not image.startswith(("http://", "https://", "data:")):
-            with Image.open(image.removeprefix("file://")) as opened:
-                return opened.height, opened.width
-    except (OSError, ValueError):
+        if isinstance(image, Path) or (isinstance(image, str) and not image.startswith(LEFT_TO_THE_PROCESSOR)):
+            with Image.open(str(image).removeprefix("file://")) as opened:
+                lies = opened.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+                return (opened.width, opened.height) if lies else (opened.height, opened.width)
+    except (OSError, ValueError, Image.DecompressionBombError):
         return None
     return None
 
@@ -185,7 +191,7 @@ def drop_overlong(conversations: Sequence[Any], processor: Any, max_length: int 
         The conversations kept and their positions. How many were left out, and how long they are, is logged.
 
     Raises:
-        ValueError: nothing is left.
+        NothingFitsError: nothing is left.
     """
     if max_length is None:
         return list(conversations), list(range(len(conversations)))
@@ -198,7 +204,7 @@ def drop_overlong(conversations: Sequence[Any], processor: Any, max_length: int 
             len(longer), len(conversations), longer if len(longer) < 6 else f"{min(longer)} to {max(longer)}",
         max_length, )  # fmt: skip
     if not kept:
-        raise ValueError(
+        raise NothingFitsError(
             f"All {len(conversations)} samples in batch exceed max_length={max_length} (estimated at {min(longer)} to "
             f"{max(longer)} tokens); expected at least one that fits. Images become many tokens, or max_length is too "
             "small. Fix: raise max_length, limit the image size in the processor, or filter the data set."
@@ -272,4 +278,4 @@ def truncate(batch: dict[str, Any], max_length: int, media: Bool[Tensor, "B S"])
         )
     if size > max_length:
         for key in TOKEN_KEYS & set(batch):
-            batch[key] = batch[key][..., :max_length]
+            batch[key] = batch[key].narrow(TOKEN_AXES[key], 0, max_length)

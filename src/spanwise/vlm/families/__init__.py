@@ -23,7 +23,7 @@ from spanwise.vlm.families import (
     qwen3_omni,
     qwen3_vl,
 )
-from spanwise.vlm.families.spec import TOKEN_KEYS, FamilySpec
+from spanwise.vlm.families.spec import TOKEN_AXES, TOKEN_KEYS, FamilySpec
 
 DEFAULT = default.FAMILY
 FAMILIES = (
@@ -60,4 +60,4 @@ def family_of(processor: Any) -> FamilySpec:
     return DEFAULT
 
 
-__all__ = ["DEFAULT", "FAMILIES", "TOKEN_KEYS", "FamilySpec", "family_of"]
+__all__ = ["DEFAULT", "FAMILIES", "TOKEN_AXES", "TOKEN_KEYS", "FamilySpec", "family_of"]

@@ -11,4 +11,5 @@ FAMILY = FamilySpec(
     cast=None,
     options={"do_sample_frames": False},
     media_tokens=("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    three_axes=True,
 )

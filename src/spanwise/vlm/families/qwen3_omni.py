@@ -14,4 +14,5 @@ FAMILY = FamilySpec(
         "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>", "<|audio_start|>", "<|audio_end|>",
         "<|audio_pad|>",
     ),
+    three_axes=True,
 )  # fmt: skip

@@ -14,18 +14,17 @@ import torch
 
 CallStyle = Literal["batched_template", "text_and_media", "per_sample"]
 
-# Every tensor whose last axis counts tokens, by name: a shape that looks like it may be an accident.
-TOKEN_KEYS = frozenset(
-    {
-        "input_ids",
-        "attention_mask",
-        "labels",
-        "token_type_ids",
-        "mm_token_type_ids",
-        "position_ids",
-        "cross_attention_mask",
-    }
-)
+# Every tensor with an axis of tokens, by name (a shape that looks like it may be an accident), and that axis.
+TOKEN_AXES = {
+    "input_ids": -1,
+    "attention_mask": -1,
+    "labels": -1,
+    "token_type_ids": -1,
+    "mm_token_type_ids": -1,
+    "position_ids": -1,
+    "cross_attention_mask": 1,  # [B, S, images, tiles]
+}
+TOKEN_KEYS = frozenset(TOKEN_AXES)
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,8 @@ class FamilySpec:
         media_tokens: texts of the tokens that stand for media, where the processor does not name them itself.
         drop: keys that the processor of remote code makes and its model does not take. transformers' own keeps them.
         two_way: media tokens attend both ways, so documents of this family cannot be packed.
+        three_axes: the model counts positions of media in time, height and width, so packs need its
+            ``get_rope_index``.
         image_tokens: how many tokens the images of one conversation become, from their sizes, where the processor
             does not say it or says it wrong.
     """
@@ -58,4 +59,5 @@ class FamilySpec:
     media_tokens: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     two_way: bool = False
+    three_axes: bool = False
     image_tokens: Callable[[Any, Sequence[tuple[int, int]]], list[int]] | None = None
