@@ -32,14 +32,20 @@ def seeded_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def measured_step(model: torch.nn.Module, step) -> tuple[float, float]:
     """Seconds of one forward and backward after zero_grad(), and the MB of its activations and logits at their peak.
 
-    The peak is when the head runs backward; the one weight gradient that exists by then, the head's, is subtracted.
+    The peak is read when the head has run backward: from then on activations are given up and gradients of weights
+    take their place. The one such gradient that exists by then, the head's, is subtracted.
     """
+    peaks: list[float] = []
+    wide = [weight for weight in model.parameters() if weight.shape == (VOCABULARY, WIDTH)]  # head and embedding
+    hooks = [weight.register_post_accumulate_grad_hook(lambda _: peaks.append(peak())) for weight in wide]
     model.zero_grad()
     before = reset_peak()
     began = time.process_time()
     step().backward()
     seconds = time.process_time() - began
-    return seconds, peak() - before - VOCABULARY * WIDTH * 4 / 2**20
+    for hook in hooks:
+        hook.remove()
+    return seconds, peaks[0] - before - VOCABULARY * WIDTH * 4 / 2**20
 
 
 class Reference:

@@ -26,7 +26,7 @@ from spanwise.mlm import (
     load_masked_lm,
 )
 from spanwise.mlm.backbones import is_causal, score
-from tests.mlm.helpers import EOS, MASK, PAD, IdTokenizer, backbone, ragged_batch, small_model
+from tests.mlm.helpers import EOS, MASK, PAD, SIZES, IdTokenizer, backbone, ragged_batch, small_model
 
 TOKENIZER = IdTokenizer()
 
@@ -123,6 +123,10 @@ def test_positions_behind_pad_are_counted_from_there_and_bound_the_length():
     assert as_mlm_model(backbone("bert")).max_length == 64
     longest = torch.full((1, 63), 5)
     assert wrapped(longest).shape == (1, 63, 30)
+    with pytest.raises(ValueError, match="expected 0 to 62"):
+        wrapped(torch.full((1, 64), 5))
+    with pytest.raises(ValueError, match="expected 0 to 29"):
+        wrapped(torch.full((1, 2), 30))
     with pytest.raises(ValueError, match="expected at most 63"):
         MLMPredictor(1, 1, TOKENIZER, wrapped).predict({"input_ids": longest})
 
@@ -268,6 +272,33 @@ def test_auto_classes_load_our_checkpoints(tmp_path):
     assert set(again.state_dict()) == set(model.state_dict())
 
 
+def test_a_vocabulary_may_grow_in_transformers_and_comes_back(tmp_path):
+    small_model().save_pretrained(tmp_path)
+    grown = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    grown.resize_token_embeddings(33, mean_resizing=False)
+    ids = torch.tensor([[5, 32]])
+    grown.save_pretrained(tmp_path / "grown")
+    again = RotaryTransformerMLMModel.from_pretrained(tmp_path / "grown")
+    assert again.num_embeddings == grown.num_embeddings == grown.config.vocab_size == 33
+    torch.testing.assert_close(again(ids), grown(ids).logits)
+    torch.testing.assert_close(grown(ids[:, :1]).logits[..., :30], small_model()(ids[:, :1]))
+
+
+def test_what_answers_with_more_than_logits_is_a_model_too():
+    plain, twin = small_model(), AutoModelForMaskedLM.from_config(AutoConfig.for_model("bert", **SIZES)).eval()
+    ids, mask = ragged_batch([5, 3], 5)
+
+    def bare(x, attention_mask, positions):
+        return twin(input_ids=x, attention_mask=attention_mask.long())
+
+    torch.testing.assert_close(score(bare, ids, mask, None, mask), score(as_mlm_model(twin), ids, mask, None, mask))
+    config = AutoConfig.for_model("spanwise_mlm", **plain.arguments)
+    ours = AutoModelForMaskedLM.from_config(config).eval()
+    ours.load_state_dict(plain.state_dict())
+    hooked = [score(model, ids, mask, None, mask, logits_hook=LogitsShiftBy1()) for model in (ours, plain)]
+    torch.testing.assert_close(*hooked)
+
+
 def test_auto_classes_can_start_from_a_configuration():
     fresh = AutoModelForMaskedLM.from_config(
         AutoConfig.for_model("spanwise_mlm", num_embeddings=30, d_model=16, num_layers=1, nhead=2, rotary_emb_dim=8)
@@ -276,12 +307,14 @@ def test_auto_classes_can_start_from_a_configuration():
     assert not fresh.embed_tokens.weight[0].any()
 
 
-def test_importing_the_room_first_registers_when_transformers_comes(tmp_path):
-    """The other order is what this file itself does."""
+@pytest.mark.parametrize("first", ["AutoModelForMaskedLM", "BertForMaskedLM"])
+def test_importing_the_room_first_registers_when_transformers_comes(tmp_path, first):
+    """The other order is what this file itself does. A model's own module asks for configurations before there are
+    models to register."""
     small_model().save_pretrained(tmp_path)
     program = (
         "import sys, spanwise.mlm\nassert 'transformers' not in sys.modules\n"
-        "from transformers import AutoModelForMaskedLM\n"
+        f"from transformers import {first}\nfrom transformers import AutoModelForMaskedLM\n"
         f"print(type(AutoModelForMaskedLM.from_pretrained({str(tmp_path)!r})).__name__)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -222,6 +222,24 @@ def test_missing_rows_and_fields_are_named():
         DefaultMLMCollator(TOKENIZER, 4, None, truncate="left")([{"input_ids": [5]}])
 
 
+@pytest.mark.parametrize("value", ["text", [1.5, 2], [[5, 6]], [None], 7, None, torch.tensor([0.5])])
+def test_what_is_no_list_of_ids_is_named(value):
+    with pytest.raises(ValueError, match="flat list of token ids"):
+        DefaultMLMCollator(TOKENIZER, 4, None)([{"input_ids": value}])
+
+
+@pytest.mark.parametrize("masking", ["bernoulli", "exact"])
+def test_rows_of_nothing_are_a_column_of_padding(masking):
+    ends = {"add_bos": False, "add_eos": False}
+    for truncate in (None, "block", "max"):
+        collator = DefaultMLMCollator(TOKENIZER, None, None, False, truncate, **ends, masking=masking)
+        batch = collator([{"input_ids": []}] * 2)
+        assert batch["input_ids"].tolist() == [[PAD], [PAD]]
+        assert not batch["attention_mask"].any()
+    with pytest.raises(ValueError, match="Fix: pass None"):
+        DefaultMLMCollator(TOKENIZER, 0, None)([{"input_ids": [5]}])
+
+
 def test_empty_datasets(tmp_path):
     assert [row["input_ids"] for row in MLMEmptyDataset(TOKENIZER, 2, 3)] == [[MASK] * 3] * 2
     lengths = tmp_path / "lengths.txt"

@@ -89,6 +89,21 @@ def test_without_k_and_new_tokens_whole_rows_are_kept(tmp_path):
     assert step["p"][1].sum() == pytest.approx(1)
 
 
+def test_distributions_are_kept_of_watched_columns_alone():
+    """A prompt of a thousand tokens beside eight new ones must not cost a thousand distributions."""
+    seen = []
+
+    class Note(HistoryPluginBase):
+        def update_history(self, step_results):
+            if step_results["p"] is not None:
+                seen.append(step_results["p"].untyped_storage().nbytes())
+
+    fill = MLMPredictor(2, 3, IdTokenizer(), small_model(), history=Note(), confidence="top_prob")
+    out = fill.predict({"input_ids": torch.tensor([[5, MASK, 6, 7, 8, 9]])})
+    assert not (out["ids"] == MASK).any()
+    assert set(seen) == {3 * 30 * 4}
+
+
 def test_a_new_prediction_and_reset_begin_anew(tmp_path):
     history = HistoryTopKPlugin(tmp_path, k=1)
     predict(history, max_new_tokens=2)

@@ -63,6 +63,8 @@ def test_the_bound_does_not_depend_on_the_batch_size_and_restores_training():
     estimates = [nelbo(model, TOKENIZER, collate, rows, draws=6, batch_size=n).nats for n in (1, 5, 12)]
     assert estimates == pytest.approx([estimates[0]] * 3, rel=1e-5)
     assert model.training
+    with pytest.raises(ValueError, match="at least 1"):
+        nelbo(model, TOKENIZER, collate, rows, draws=0)
 
 
 def test_exact_and_stratified_masking_narrows_the_estimate():
@@ -104,5 +106,9 @@ def test_generative_perplexity_comes_with_entropy(byte_bpe):
     assert judged.perplexity == pytest.approx(math.exp(total / count), rel=1e-4)
     assert together.perplexity == pytest.approx(judged.perplexity, rel=1e-4)
     assert judged.tokens == count
+    assert generative_perplexity(texts, judge.train(), byte_bpe) == together
+    assert judge.training
+    nothing = generative_perplexity([""], judge, byte_bpe)
+    assert (nothing.perplexity, nothing.tokens) == (1.0, 0)
     varied = generative_perplexity(texts[:1], judge, byte_bpe).token_entropy
     assert generative_perplexity(texts[1:], judge, byte_bpe).token_entropy < varied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -189,6 +190,19 @@ def test_any_callable_with_logits_of_every_position_is_a_model():
     torch.testing.assert_close(loss_of(bare)(batch)["loss"], loss_of(model)(batch)["loss"])
 
 
+def test_columns_that_do_not_fit_are_named():
+    batch = batch_of()
+    loss = loss_of(small_model())
+    for name, cut in (("target_ids", 1), ("attention_mask", 1)):
+        with pytest.raises(ValueError, match=f"under {name}"):
+            loss({**batch, name: batch[name][:, cut:]})
+    for wrong in (batch["input_ids"][0], batch["input_ids"].float(), batch["input_ids"].tolist(), None):
+        with pytest.raises(ValueError, match="under input_ids"):
+            loss({**batch, "input_ids": wrong})
+    with pytest.raises(ValueError, match="expected 0 to 29"):
+        loss({**batch, "target_ids": torch.full_like(batch["target_ids"], 30)})
+
+
 def test_what_is_missing_is_named():
     batch = batch_of()
     with pytest.raises(ValueError, match="without a model"):
@@ -222,6 +236,17 @@ def test_cross_entropy_equals_the_plain_one(rows, seed, kind):
     (3.0 * (each * weights).sum()).backward()
     tolerance = {"atol": 0.2, "rtol": 0.05} if kind == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
     torch.testing.assert_close(ours, (hidden.grad, head.grad), **tolerance)
+
+
+def test_cross_entropy_of_large_and_forbidden_logits():
+    logits = torch.tensor([[1e4, 0.0, -math.inf], [-1e4, -1e4, -1e4 + 1]], requires_grad=True)
+    targets, weights = torch.tensor([0, 2]), torch.tensor([0.5, 2.0])
+    ours = weighted_cross_entropy(logits, targets, weights)
+    ours.backward()
+    gradient, logits.grad = logits.grad, None
+    plain = (cross_entropy(logits, targets, reduction="none") * weights).sum()
+    plain.backward()
+    torch.testing.assert_close((ours, gradient), (plain, logits.grad))
 
 
 def test_cross_entropy_in_tiles_and_a_second_backward(monkeypatch):

@@ -35,12 +35,14 @@ def splitmix64(seed: int) -> int:
     return z ^ (z >> 31)
 
 
-@given(counters=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4))
+@given(counters=st.lists(st.integers(-(2**65), 2**65), min_size=1, max_size=4))
 def test_counter_noise_is_splitmix64_over_the_counters(counters):
     state = 0
     for counter in counters:
         state = splitmix64(state ^ (counter % 2**64))
     assert float(counter_uniform(*counters)) == (state >> 11) * 2.0**-53
+    small = [counter if -(2**63) <= counter < 2**63 else 0 for counter in counters]
+    assert counter_uniform(*map(torch.tensor, small)) == counter_uniform(*small)
 
 
 def test_counter_noise_is_even_and_uncorrelated():

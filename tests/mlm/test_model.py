@@ -124,6 +124,33 @@ def test_the_head_sees_chosen_positions_only():
     assert embedded == [(12, 16)]
 
 
+def test_the_last_layer_ends_where_logits_are_asked_for():
+    """Everything is attended to, and only what is read goes through the last feed-forward, padded or not."""
+    model = small_model()
+    ids, mask = ragged_batch([5, 7], 7)
+    where = mask & (torch.arange(7) % 3 == 0)
+    rows = []
+    for layer in model.encoder:
+        layer.mlp.register_forward_hook(lambda module, given, out: rows.append(out.shape[:-1].numel()))
+    model(ids, mask, where=where)
+    assert rows == [12, int(where.sum())]
+    rows.clear()
+    square = mask[:, None, :].expand(-1, 7, -1)
+    torch.testing.assert_close(model(ids, square, where=where), model(ids, mask)[where])
+    assert rows == [14, int(where.sum()), 14, 14]
+
+
+def test_only_flash_attention_may_be_asked_for_and_says_the_same():
+    ids, mask = ragged_batch([5, 3], 5)
+    plain, forced = small_model(), small_model(force_flash_attn=True)
+    torch.testing.assert_close(forced(ids, mask, where=mask), plain(ids, mask, where=mask))
+    used = []
+    forced.encoder[0].o_proj.register_forward_hook(lambda *_: used.append(torch.backends.cuda.math_sdp_enabled()))
+    forced(ids, mask, where=mask)
+    assert used == [False]
+    assert torch.backends.cuda.math_sdp_enabled()
+
+
 def test_padding_is_zero_and_gets_no_gradient():
     model = small_model()
     ids, mask = ragged_batch([2, 4], 4)
@@ -169,6 +196,8 @@ def test_dropout_acts_in_training_only():
         ({"rotary_emb_dim": 64}, "rotary_emb_dim=8"),
         ({"activation": "swish", "rotary_emb_dim": 8}, "relu"),
         ({"nhead": 3, "rotary_emb_dim": 4}, "multiple"),
+        ({"num_layers": 0, "rotary_emb_dim": 8}, "at least 1"),
+        ({"padding_idx": 8, "rotary_emb_dim": 8}, "num_embeddings=8"),
     ],
 )
 def test_wrong_sizes_are_named(arguments, words):
@@ -183,6 +212,12 @@ def test_rows_longer_than_the_model_are_refused():
     with pytest.raises(ValueError, match="positions run from 0 to 9"):
         model(torch.full((1, 2), 5), positions=torch.tensor([[0, 9]]))
     assert model(torch.full((1, 4), 5)).shape == (1, 4, 30)
+
+
+def test_ids_without_an_embedding_are_refused():
+    for ids in ([[5, 30]], [[-100, 5]]):
+        with pytest.raises(ValueError, match="expected 0 to 29"):
+            small_model()(torch.tensor(ids))
 
 
 def test_chosen_padding_is_refused():
@@ -212,6 +247,14 @@ def test_checkpoints_that_do_not_fit_are_named(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_embeddings": 31}))
     with pytest.raises(ValueError, match="another vocabulary"):
+        RotaryTransformerMLMModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "spanwise_mlm"}))
+    with pytest.raises(ValueError, match="num_embeddings"):
+        RotaryTransformerMLMModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ValueError, match="not copied whole"):
         RotaryTransformerMLMModel.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ValueError, match="'bert'"):

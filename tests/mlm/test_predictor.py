@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import pairwise
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import one_hot
 
 from spanwise.mlm import CosineNoiseSchedule, HistoryPluginBase, LogitsShiftBy1, MLMPredictor
-from tests.mlm.helpers import MASK, PAD, IdTokenizer, small_model
+from tests.mlm.helpers import MASK, PAD, IdTokenizer, backbone, small_model
 
 TOKENIZER = IdTokenizer()
 ORDERS = {
@@ -181,6 +183,7 @@ def test_the_same_seed_repeats_and_another_differs():
     assert torch.equal(first, fill.predict(batch, seed=1)["ids"])
     assert not torch.equal(first, fill.predict(batch, seed=2)["ids"])
     assert torch.equal(fill.predict(batch)["ids"], fill.predict(batch, seed=0)["ids"])
+    assert not torch.equal(first, fill.predict(batch, seed=2**80)["ids"])
 
 
 def test_mask_and_suppressed_tokens_are_never_drawn():
@@ -303,13 +306,34 @@ def test_decode_takes_rows_whole(byte_bpe):
     text = "漢字 and 🙂"
     ids = torch.tensor([byte_bpe(text)["input_ids"]])
     assert MLMPredictor(1, tokenizer=byte_bpe).decode({"x": ids})[0] == [text]
+    assert MLMPredictor(1, tokenizer=byte_bpe).decode({"x": ids[:0]})[0] == []
 
 
-def test_training_mode_is_restored_and_dropout_is_off():
+def test_a_character_that_prompt_and_answer_share_comes_out_whole(byte_bpe):
+    """Where the tokenizer splits inside a character, the prompt may end with half of it."""
+    tokenizer = copy.deepcopy(byte_bpe)
+    tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
+    ids = torch.tensor([tokenizer("a 🙂!")["input_ids"]])
+    width = next(n for n in range(1, ids.shape[1]) if "�" in tokenizer.decode(ids[0, :n]))
+
+    def model(x, attention_mask, positions):
+        return one_hot(ids.expand(len(x), -1), len(tokenizer)).float()
+
+    fill = MLMPredictor(9, ids.shape[1] - width, tokenizer, model, temperature=0)
+    assert fill.predict({"input_ids": ids[:, :width]})["text"] == ["a 🙂!"]
+
+
+def test_every_part_of_a_model_is_left_in_the_mode_it_was_in():
     model = small_model(dropout=0.5).train()
+    model.encoder[0].eval()
+    modes = [part.training for part in model.modules()]
+    assert set(modes) == {True, False}
     fill = predictor(2, model, max_new_tokens=8)
     assert torch.equal(fill.predict(prompts([4]))["ids"], fill.predict(prompts([4]))["ids"])
-    assert model.training
+    assert [part.training for part in model.modules()] == modes
+    outside = backbone("bert")
+    predictor(2, outside, max_new_tokens=2).predict(prompts([4]))
+    assert not any(part.training for part in outside.modules())
 
 
 @pytest.mark.parametrize(
@@ -338,5 +362,11 @@ def test_what_does_not_fit_is_named():
         MLMPredictor(1, model=small_model()).decode({"x": torch.zeros(1, 1, dtype=torch.long)})
     with pytest.raises(ValueError, match="another vocabulary"):
         MLMPredictor(1, model=small_model(), tokenizer=IdTokenizer(40)).predict(prompts([2]))
+    with pytest.raises(ValueError, match="one key for each row"):
+        predictor().predict(prompts([2]) | {"idx": torch.arange(3)})
+    with pytest.raises(ValueError, match="under attention_mask"):
+        predictor().predict(prompts([2]) | {"attention_mask": torch.ones(1, 3)})
+    with pytest.raises(ValueError, match="under input_ids"):
+        predictor().predict({"input_ids": torch.tensor([5, MASK])})
     with pytest.raises(ValueError, match="cache=None"):
         predictor(1, Counting(), cache="dual", block_size=2).predict(prompts([2], masks=1))

@@ -18,6 +18,7 @@ from spanwise.mlm.sudoku import all_grids, make_puzzles, split_grids, sudoku_tok
 from spanwise.train.mlm import TaskRecipe, TokenCollator, build
 from spanwise.train.recipe import RecipeError, load_recipe, parse_recipe
 from spanwise.train.run import train
+from spanwise.train.student import train_byte_bpe
 from tests.tiny_tokenizers import corpus
 
 TINY = {"model_type": "spanwise_mlm", "d_model": 16, "num_layers": 1, "nhead": 2, "rotary_emb_dim": 8, "dropout": 0.0}
@@ -130,20 +131,45 @@ def test_what_is_cut_is_counted(tmp_path):
     assert batch["left_out"] == {"tokens beyond context_length": 12}
 
 
-def test_mask_and_pad_are_added_and_a_causal_model_gets_room_for_them(tmp_path, byte_bpe):
+def test_mask_and_pad_are_added_and_a_causal_model_gets_room_for_them(tmp_path):
+    own = train_byte_bpe(corpus()[:2], 300)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(byte_bpe), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=len(own), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
-    recipe = text_recipe(tmp_path, student={"model": str(tmp_path / "llama"), "tokenizer": {"vocab_size": 800}})
+    own.save_pretrained(tmp_path / "llama")
+    recipe = text_recipe(tmp_path, student={"model": str(tmp_path / "llama")})
     result = train(recipe)
     tokenizer = build(recipe, tmp_path / "run").processing_class
     assert tokenizer.mask_token == "<|mask|>"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    assert load_masked_lm(tmp_path / "run").num_embeddings >= len(tokenizer)
+    assert load_masked_lm(tmp_path / "run").num_embeddings == len(tokenizer) > len(own)
     assert result["nelbo_nats_per_token"] > 0
+    other = {"model": str(tmp_path / "llama"), "tokenizer": {"vocab_size": len(own) + 40}}
+    with pytest.raises(ValueError, match="another model's"):
+        build(text_recipe(tmp_path, student=other), tmp_path)
+
+
+@pytest.mark.parametrize(("length", "words"), [(2, "expected 3 to 64"), (65, "set data.context_length to 64 or less")])
+def test_a_context_that_does_not_fit_is_refused_before_training(tmp_path, length, words):
+    data = {"train": str(tmp_path / "text.jsonl"), "window_bytes": 60, "context_length": length}
+    with pytest.raises(ValueError, match=words):
+        build(text_recipe(tmp_path, data=data), tmp_path)
+
+
+def test_rows_that_cannot_be_read_are_named(tmp_path):
+    collator = build(text_recipe(tmp_path), tmp_path).collator
+    place = {"epoch": 0, "position": 0}
+    for row, words in (
+        ({"text": "half a pair: \ud83d"}, "lone surrogate"),
+        ({"text": 7}, "of type int"),
+        ({"input_ids": "not tokenized"}, "flat list of token ids"),
+        ({"messages": []}, "no text"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            collator([row | place])
 
 
 @pytest.mark.parametrize(
@@ -192,6 +218,8 @@ def test_every_sampler_has_a_name(text_run, sampler):
     folder, _ = text_run
     out = generate(folder, prompts=["One"], sampler=sampler, max_new_tokens=5, steps=3)
     assert all(1 <= steps <= 3 for steps in out["steps"])
+    with pytest.raises(ValueError, match="max_steps=0"):
+        generate(folder, prompts=["One"], sampler=sampler, steps=0)
     again = generate(folder, prompts=["One"], sampler=sampler, max_new_tokens=5, steps=3)
     assert again == out
 
@@ -234,6 +262,11 @@ def test_eval_knows_masked_checkpoints(capsys, sudoku_run, text_run):
     assert set(out) == {"nelbo_nats_per_token", "bits_per_byte", "exact_match", "token_accuracy"}
     nats = out["nelbo_nats_per_token"]
     assert 3 < nats < 9
+    empty = held_out.with_name("empty.jsonl")
+    empty.write_text('{"text": ""}\n')
+    code, out = run_cli(capsys, "eval", str(text_run[0]), "--data", str(empty))
+    assert code == 2
+    assert "no token" in out["error"]
 
 
 def test_sudoku_grids_and_puzzles():

@@ -21,7 +21,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from spanwise.mlm.model import MODEL_TYPE, RotaryTransformerMLMModel, count_positions, real_tokens
+from spanwise.mlm.model import (
+    MODEL_TYPE,
+    RotaryTransformerMLMModel,
+    check_ids,
+    check_positions,
+    count_positions,
+    real_tokens,
+)
 
 # The kernels that take a mask of query × key.
 KERNELS = ("eager", "sdpa")
@@ -70,14 +77,15 @@ class MaskedLMBackbone(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+        self.training = model.training  # a wrapper is made where it is needed and changes nothing
         self.num_embeddings: int = self.inner.get_input_embeddings().num_embeddings
         config = self.inner.config
         if hasattr(config, "get_text_config"):
             config = config.get_text_config()
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
-        self.first_position, length = _position_table(self.inner)
-        if length is not None:
-            self.max_length = length
+        self.first_position, self.table_length = _position_table(self.inner)
+        if self.table_length is not None:
+            self.max_length = self.table_length
         windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ())
         self.window: int | None = getattr(config, "sliding_window", None) if windowed else None
 
@@ -98,6 +106,9 @@ class MaskedLMBackbone(nn.Module):
         """Logits of every position, or with ``where`` of the chosen ones, [M, V] in row-major order."""
         real = real_tokens(x_t, attention_mask, None)
         place = count_positions(real) if positions is None else positions
+        check_ids(x_t, self.num_embeddings)
+        if self.table_length is not None and x_t.shape[1] > self.table_length:
+            check_positions(place, self.table_length)
         inputs = self._inputs(x_t, attention_mask, place)
         if token_type_ids is not None:
             inputs["token_type_ids"] = token_type_ids
@@ -289,7 +300,8 @@ def score(
             attention_mask = attention_mask[:, None, :].expand(-1, ids.shape[1], -1)
         logits: Tensor = model(ids, attention_mask, positions, where=where, **extra)
         return logits
-    whole: Tensor = model(ids, attention_mask, positions, **extra)
+    whole: Any = model(ids, attention_mask, positions, **extra)
+    whole = getattr(whole, "logits", whole)  # transformers' models answer with more than logits
     if isinstance(logits_hook, LogitsShiftBy1):
         place = count_positions(real, segment_ids) if positions is None else positions
         return logits_hook(whole, columns_before(real, place))[where]

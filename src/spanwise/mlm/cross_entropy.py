@@ -28,15 +28,17 @@ class _WeightedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(logits), rows):
             tile = buffer[start : start + rows]
             target = targets[start : start + rows, None]
-            weight = weights[start : start + rows, None]
+            weight = weights[start : start + rows, None].float()
             scores = tile.float()
-            log_normaliser = scores.logsumexp(1, keepdim=True)
-            total += ((log_normaliser - scores.gather(1, target)) * weight).sum()
+            largest = scores.amax(1, keepdim=True)
+            right = scores.gather(1, target) - largest
+            # One exponential serves the loss and its gradient: softmax - onehot, times weight.
+            normaliser = scores.sub_(largest).exp_().sum(1, keepdim=True)
+            total += ((normaliser.log() - right) * weight).sum()
             if ctx.needs_input_grad[0]:
-                gradient = scores.sub_(log_normaliser).exp_()
-                gradient.scatter_add_(1, target, torch.full_like(target, -1.0, dtype=gradient.dtype)).mul_(weight)
-                if gradient.data_ptr() != tile.data_ptr():
-                    tile.copy_(gradient)
+                scores.mul_(weight / normaliser).scatter_add_(1, target, -weight)
+                if scores.data_ptr() != tile.data_ptr():
+                    tile.copy_(scores)
         if ctx.needs_input_grad[0]:
             ctx.gradients = [buffer]
         return total

@@ -67,10 +67,11 @@ def generate(
             "Fix: --sampler top_prob."
         )
     tokenizer = load_tokenizer(checkpoint)
-    model = load_masked_lm(checkpoint)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_masked_lm(checkpoint).to(device)
     layout = lay_requests(tokenizer, prompts, infills, unconditional, max_new_tokens)
     predictor = MLMPredictor(
-        steps or layout.ids.shape[1],
+        layout.ids.shape[1] if steps is None else steps,
         tokenizer=tokenizer,
         model=model,
         temperature=temperature if temperature is not None else (0.0 if infills else 1.0),
@@ -78,7 +79,8 @@ def generate(
         **SAMPLERS[sampler],
         **options,
     )
-    filled = predictor.predict({"input_ids": layout.ids, "attention_mask": layout.attended}, seed=seed)
+    batch = {"input_ids": layout.ids.to(device), "attention_mask": layout.attended.to(device)}
+    filled = predictor.predict(batch, seed=seed)
     return {"texts": filled["text"], "steps": filled["steps_taken"], "forwards": filled["forwards"]}
 
 

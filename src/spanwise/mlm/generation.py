@@ -35,7 +35,7 @@ class Generation:
     """
 
     def __init__(self, x: Tensor, attended: Tensor, mask: int, keys: Tensor, seed: int, max_steps: int) -> None:
-        self.x, self.mask, self.seed, self.keys = x, mask, seed, keys
+        self.x, self.mask, self.seed, self.keys = x, mask, seed, keys.to(x.device)
         self.asked = x == mask
         self.attended = attended | self.asked
         self.positions = count_positions(self.attended)
@@ -62,10 +62,8 @@ class Generation:
 
     def uniform(self, stream: int, *, by_step: bool = True) -> Float[Tensor, "B S"]:
         """One number in [0, 1) per position; the same for a row wherever it stands, whatever its padding."""
-        device = self.x.device
         step = self.steps_taken if by_step else torch.zeros_like(self.steps_taken)
-        key = self.keys.to(device)[:, None]
-        return counter_uniform(torch.tensor(self.seed, device=device), key, stream, step[:, None], self.positions)
+        return counter_uniform(self.seed, self.keys[:, None], stream, step[:, None], self.positions)
 
     def next_blocks(self, block_size: int, least: Int[Tensor, " B"]) -> None:
         """Begin a new block in rows whose block holds fewer than ``least`` hidden positions.

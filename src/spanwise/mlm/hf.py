@@ -8,42 +8,17 @@ Shapes: B rows, S width, V vocabulary.
 
 from __future__ import annotations
 
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from spanwise.batch import IGNORE_INDEX
+from spanwise.mlm.hf_config import RotaryTransformerConfig
 from spanwise.mlm.layers import RotaryEmbedding
-from spanwise.mlm.model import MODEL_TYPE, RotaryTransformerMLMModel
-
-
-class RotaryTransformerConfig(PreTrainedConfig):
-    """The constructor's arguments of :class:`RotaryTransformerMLMModel`, under their own names."""
-
-    model_type = MODEL_TYPE
-
-    def __init__(
-        self, num_embeddings: int = 30522, d_model: int = 384, num_layers: int = 4, nhead: int = 6, **options: Any
-    ) -> None:
-        known = signature(RotaryTransformerMLMModel.__init__).parameters
-        self.num_embeddings, self.d_model, self.num_layers, self.nhead = num_embeddings, d_model, num_layers, nhead
-        for name, parameter in known.items():
-            if parameter.default is not Parameter.empty:
-                setattr(self, name, options.pop(name, parameter.default))
-        rest: Any = {"tie_word_embeddings": False, **options}  # transformers checks its own names
-        super().__init__(**rest)
-
-    def _get_generation_parameters(self) -> dict[str, Any]:
-        return {}  # max_length is the model's room here, not a setting of generation
-
-    def model_arguments(self) -> dict[str, Any]:
-        """What the model's constructor takes."""
-        names = set(RotaryTransformerMLMModel.__init__.__annotations__) - {"return"}
-        return {name: getattr(self, name) for name in names}
+from spanwise.mlm.model import RotaryTransformerMLMModel
 
 
 class RotaryTransformerForMaskedLM(RotaryTransformerMLMModel, PreTrainedModel):
@@ -92,9 +67,18 @@ class RotaryTransformerForMaskedLM(RotaryTransformerMLMModel, PreTrainedModel):
         """The token embedding."""
         return self.embed_tokens
 
+    def set_input_embeddings(self, value: Any) -> None:
+        """Take another token embedding, as transformers does where a vocabulary grows."""
+        self.embed_tokens = value
+        self.num_embeddings = self.arguments["num_embeddings"] = value.num_embeddings
+
     def get_output_embeddings(self) -> nn.Module:
         """The untied head."""
         return self.output_layer.linear
+
+    def set_output_embeddings(self, new_embeddings: Any) -> None:
+        """Take another head."""
+        self.output_layer.linear = new_embeddings
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # pyrefly: ignore[bad-override]
         """Write config and safetensors as transformers does."""

@@ -45,14 +45,15 @@ class HistoryPluginBase:
         if scored is None:
             self._probabilities = None
         watched = self.max_new_tokens if self.max_new_tokens is not None else max_new_tokens
-        begin = 0 if watched is None else x.shape[1] - watched
+        begin = 0 if watched is None else max(0, x.shape[1] - watched)
+        seen = x[:, begin:].cpu()
         if scored is not None:
             where, logits = scored
             if self._probabilities is None:
-                self._probabilities = torch.zeros(*x.shape, logits.shape[-1])
-            self._probabilities[where.cpu()] = logits.float().softmax(-1).cpu()
-        seen = None if self._probabilities is None else self._probabilities[:, begin:]
-        self.update_history({"x": x[:, begin:].cpu(), "p": seen, "current_step": step})
+                self._probabilities = torch.zeros(*seen.shape, logits.shape[-1])
+            inside = where.nonzero()[:, 1] >= begin
+            self._probabilities[where[:, begin:].cpu()] = logits[inside].float().softmax(-1).cpu()
+        self.update_history({"x": seen, "p": self._probabilities, "current_step": step})
 
     def update_history(self, step_results: Mapping[str, Any]) -> None:
         """Take note of one step: ``x`` [B, W], ``p`` [B, W, V] or None, ``current_step``."""
@@ -132,7 +133,7 @@ class HistoryTopKPlugin(HistoryPluginBase):
 
     def get_num_steps(self) -> int:
         """The number of the last step; 0 where nothing was filled."""
-        return max(int(path.name.removesuffix("_x.pt")) for path in self._folder().glob("*_x.pt"))
+        return max((int(path.name.removesuffix("_x.pt")) for path in self._folder().glob("*_x.pt")), default=0)
 
     def get(self, step: int) -> dict[str, Tensor | None]:
         """``p``, ``pids`` and ``x`` of a step; None for what was not written."""

@@ -46,7 +46,7 @@ def rotate(x: Float[Tensor, "... D"], rotation: Rotation) -> Float[Tensor, "... 
 def activation_module(name: str) -> nn.Module:
     """``relu``, or ``gelu`` in its tanh form."""
     if name == "relu":
-        return nn.ReLU()
+        return nn.ReLU(inplace=True)  # its backward reads the result alone
     if name == "gelu":
         return nn.GELU(approximate="tanh")
     raise ValueError(
@@ -80,17 +80,25 @@ class RotaryTransformerLayer(nn.Module):
         )
         self.rotary_emb = RotaryEmbedding(rotary_emb_dim)
 
-    def forward(self, x: Float[Tensor, "... d"], rotation: Rotation, attend: Attend) -> Float[Tensor, "... d"]:
-        """``attend`` maps qkv [..., 3, H, D] (rotated) to [..., H, D]."""
+    def forward(
+        self, x: Float[Tensor, "... d"], rotation: Rotation, attend: Attend, keep: Tensor | None = None
+    ) -> Float[Tensor, "*kept d"]:
+        """``attend`` maps qkv [..., 3, H, D] (rotated) to [..., H, D].
+
+        ``keep`` indexes the leading dimensions: everything is attended to, and only these positions go on.
+        """
         qkv = self.attn_qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
         cos, sin = rotation
         turned = rotate(qkv[..., :2, :, :], (cos.unsqueeze(-3), sin.unsqueeze(-3)))
-        attended = attend(torch.cat([turned, qkv[..., 2:, :, :]], dim=-3))
-        x = x + self._drop(self.o_proj(attended.flatten(-2)))
+        attended = attend(torch.cat([turned, qkv[..., 2:, :, :]], dim=-3)).flatten(-2)
+        if keep is not None:
+            x, attended = x[keep], attended[keep]
+        x = x + self._drop(self.o_proj(attended))
         return x + self._drop(self.mlp(self.norm2(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return drop(x, self.dropout, training=self.training) if self.dropout else x
+        # In place: x is what a projection returned, and its backward does not read that.
+        return drop(x, self.dropout, training=self.training, inplace=True) if self.dropout else x
 
 
 class RotaryTransformerFinalLayer(nn.Module):

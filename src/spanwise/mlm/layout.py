@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -162,13 +163,21 @@ def field(row: Mapping[str, Any], name: str) -> list[int]:
             f"for another collator. Fix: rename the column to {name!r}, or tokenize first."
         )
     value = row[name]
-    return [int(token) for token in (value.tolist() if hasattr(value, "tolist") else value)]
+    try:
+        return list(map(index, value.tolist() if hasattr(value, "tolist") else value))
+    except TypeError as error:
+        raise ValueError(
+            f"a row holds {str(value)[:60]!r} under {name!r} ({type(value).__name__}); expected a flat list of token "
+            "ids, whole numbers. Text was probably not tokenized, or rows were batched already. "
+            f"Fix: {name} = tokenizer(text)['input_ids'], one list for each row."
+        ) from error
 
 
 def width_of(lengths: Sequence[int], block_size: int | None, truncate: str | None) -> int:
     """How wide a batch becomes: ``block`` as given, None the longest row, ``max`` the larger of the two.
 
-    Without a block size the longest row decides in every mode. An empty batch is an error.
+    Without a block size the longest row decides in every mode, and rows of nothing are one column of padding. An empty
+    batch is an error.
     """
     if not lengths:
         raise ValueError(
@@ -176,8 +185,13 @@ def width_of(lengths: Sequence[int], block_size: int | None, truncate: str | Non
             "empty. Fix: check the length of the data before training."
         )
     one_of("truncate", truncate, ("block", "max", None))
+    if block_size is not None and block_size < 1:
+        raise ValueError(
+            f"a block size of {block_size} was given; expected at least 1, or None for the longest row. 0 was probably "
+            "meant as no limit. Fix: pass None."
+        )
     if block_size is None or truncate is None:
-        return max(lengths)
+        return max(1, *lengths)
     return block_size if truncate == "block" else max(block_size, *lengths)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from spanwise.mlm.collators import DefaultMLMCollator
+from spanwise.mlm.evaluating import evaluating
 from spanwise.mlm.layout import Layout
 from spanwise.mlm.loss import MLMLoss
 
@@ -94,26 +95,23 @@ def nelbo(
         model: anything :class:`MLMLoss` takes; evaluated without dropout.
         collator: a training collator; best with ``masking="exact", t_sampling="stratified"``.
         rows: what the collator takes. ``epoch`` and ``position`` are set here, so the estimate is deterministic and
-        does
-            not depend on ``batch_size``.
-        draws: how often every row is hidden anew.
+            does not depend on ``batch_size``.
+        draws: how often every row is hidden anew, at least once.
     """
+    if draws < 1 or batch_size < 1:
+        raise ValueError(
+            f"draws={draws} and batch_size={batch_size} were given; expected at least 1 of each, since the bound is a "
+            "mean over draws. 0 was probably meant as the default. Fix: leave them out."
+        )
     loss = MLMLoss(model=model, tokenizer=tokenizer, weighting="nelbo")
-    training = getattr(model, "training", False)
     nats, tokens = 0.0, 0.0
-    if training:
-        model.eval()
-    try:
-        with torch.no_grad():
-            for start in range(0, len(rows) * draws, batch_size):
-                places = range(start, min(start + batch_size, len(rows) * draws))
-                # One row's draws follow one another, so that stratified times spread over its own noise levels.
-                drawn = [{**rows[place // draws], "epoch": 0, "position": place} for place in places]
-                parts = loss.parts(_on_device(collator(drawn), model))
-                nats, tokens = nats + float(parts.total), tokens + float(parts.count)
-    finally:
-        if training:
-            model.train()
+    with evaluating(model):
+        for start in range(0, len(rows) * draws, batch_size):
+            places = range(start, min(start + batch_size, len(rows) * draws))
+            # One row's draws follow one another, so that stratified times spread over its own noise levels.
+            drawn = [{**rows[place // draws], "epoch": 0, "position": place} for place in places]
+            parts = loss.parts(_on_device(collator(drawn), model))
+            nats, tokens = nats + float(parts.total), tokens + float(parts.count)
     return LikelihoodBound(nats / draws, tokens / draws)
 
 
@@ -135,7 +133,10 @@ class GenerativePerplexity:
 def generative_perplexity(
     texts: Sequence[str], judge: Any, judge_tokenizer: Any, *, batch_size: int = 8
 ) -> GenerativePerplexity:
-    """Let a causal transformers model judge ``texts``; every token after a start token (BOS, else EOS) is scored."""
+    """Let a causal transformers model judge ``texts``; every token after a start token (BOS, else EOS) is scored.
+
+    The perplexity is infinite where it is beyond what a float holds, and 1.0 where there is no token to judge.
+    """
     start = judge_tokenizer.bos_token_id
     start = judge_tokenizer.eos_token_id if start is None else start
     if start is None:
@@ -145,24 +146,27 @@ def generative_perplexity(
         )
     rows = [[start, *judge_tokenizer(text, add_special_tokens=False)["input_ids"]] for text in texts]
     total, count = 0.0, 0
-    with torch.no_grad():
+    device = next(judge.parameters()).device
+    with evaluating(judge):
         for begin in range(0, len(rows), batch_size):
             batch = rows[begin : begin + batch_size]
             ids = torch.full((len(batch), max(map(len, batch))), start, dtype=torch.long)
             mask = torch.zeros_like(ids)
             for row, tokens in enumerate(batch):
                 ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
+            ids, mask = ids.to(device), mask.to(device)
             logits = judge(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
             scores = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
             total -= float((scores * mask[:, 1:]).sum())
             count += int(mask[:, 1:].sum())
     entropies = [_entropy(tokens[1:]) for tokens in rows]
     mean_entropy = sum(entropies) / len(entropies) if entropies else 0.0
-    return GenerativePerplexity(math.exp(total / count) if count else 0.0, mean_entropy, count)
+    perplexity = float(torch.tensor(total / max(1, count), dtype=torch.float64).exp())
+    return GenerativePerplexity(perplexity, mean_entropy, count)
 
 
 def _entropy(tokens: Sequence[int]) -> float:
-    return -sum(n / len(tokens) * math.log(n / len(tokens)) for n in Counter(tokens).values())
+    return sum((n / len(tokens) * math.log(len(tokens) / n) for n in Counter(tokens).values()), 0.0)
 
 
 def _on_device(batch: Mapping[str, Any], model: Any) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from torch import Tensor
 from spanwise.batch import IGNORE_INDEX
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.mlm.backbones import as_mlm_model, score
+from spanwise.mlm.checks import token_ids
 from spanwise.mlm.cross_entropy import weighted_cross_entropy
 from spanwise.mlm.layout import one_of
+from spanwise.mlm.model import check_ids
 from spanwise.mlm.special_tokens import mask_token_id
 from spanwise.mlm.types import MLMLossDict
 
@@ -83,7 +85,8 @@ class MLMLoss:
     def parts(self, batch: Mapping[str, Any], scale: float | None = None) -> LossParts:
         """Sum and count of this batch; with ``scale`` the sum is multiplied by it before its gradient is taken."""
         model = self._model()
-        ids, targets = batch["input_ids"], _targets(batch)
+        targets = _targets(batch)
+        ids = token_ids(batch, ("target_ids", "attention_mask", "positions", "segment_ids"))
         scored = self.scored(batch)
         logits = score(
             model,
@@ -97,6 +100,7 @@ class MLMLoss:
         weights = self._row_weights(batch, scored)[:, None].expand_as(ids)[scored]
         if scale is not None:
             weights = weights * scale
+        check_ids(targets[scored], logits.shape[1])
         total = weighted_cross_entropy(logits, targets[scored], weights)
         count = self.count(batch)
         hidden = Ratio(float(scored.sum()), float(max(1, int(_real(batch).sum()))))

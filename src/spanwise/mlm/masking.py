@@ -33,8 +33,10 @@ def counter_uniform(*counters: Int[Tensor, "..."] | int) -> Float[Tensor, "..."]
     """
     state: Tensor = torch.zeros((), dtype=torch.long)
     for counter in counters:
-        value = torch.as_tensor(counter, dtype=torch.long)
-        state = _scramble(state.to(value.device) ^ value)
+        if isinstance(counter, Tensor):
+            state = _scramble(state.to(counter.device) ^ counter.long())
+        else:  # a seed may be any whole number
+            state = _scramble(state ^ ((counter + 2**63) % 2**64 - 2**63))
     return _shift_right(state, 11).double() * 2.0**-53
 
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,13 @@ class RotaryTransformerMLMModel(nn.Module):
     def _build(self, arguments: dict[str, Any]) -> None:
         """Make the modules from the constructor's arguments; also called by the transformers twin of this class."""
         d_model, nhead, rotary = arguments["d_model"], arguments["nhead"], arguments["rotary_emb_dim"]
-        _check_sizes(d_model, nhead, rotary)
+        _check_sizes(d_model, arguments["num_layers"], nhead, rotary)
+        if not 0 <= arguments["padding_idx"] < arguments["num_embeddings"]:
+            raise ValueError(
+                f"padding_idx={arguments['padding_idx']} was given with num_embeddings={arguments['num_embeddings']}; "
+                "expected an id of the vocabulary. Tokens were probably added to the tokenizer and not counted. "
+                "Fix: pass num_embeddings=len(tokenizer)."
+            )
         self.arguments = dict(arguments)
         self.padding_idx: int = arguments["padding_idx"]
         self.mask_idx: int = arguments["mask_idx"]
@@ -137,7 +144,9 @@ class RotaryTransformerMLMModel(nn.Module):
         segments = None if segment_ids is None else segment_ids.reshape(-1, width)
         real = real_tokens(ids, mask, segments)
         place = count_positions(real, segments) if positions is None else positions.reshape(-1, width)
-        self._check_positions(place if positions is not None or width > self.max_length else None)
+        check_ids(ids, self.num_embeddings)
+        if positions is not None or width > self.max_length:
+            check_positions(place, self.max_length)
         if where is not None and (mask is None or mask.ndim == 2):
             return self._ragged(ids, real, place, segments, where.reshape(-1, width))
         logits = self._dense(ids, mask, place, segments, where)
@@ -152,20 +161,14 @@ class RotaryTransformerMLMModel(nn.Module):
             )
         plan = plan_rows(real, segments)
         dropout = self._attention_dropout()
-        x = self.embed_tokens(ids.flatten()[plan.source])
-        rotation = self._rotation(place.flatten()[plan.source])
 
-        def attend(qkv: Tensor) -> Tensor:
+        def attend(layer: int, qkv: Tensor) -> Tensor:
             return ragged_attention(qkv, plan, dropout)
 
-        with self._kernel():
-            for layer in self.encoder:
-                x = layer(x, rotation, attend)
         laid = torch.empty(ids.numel(), dtype=torch.long, device=ids.device)
         laid[plan.source] = torch.arange(len(plan.source), device=ids.device)
         chosen = laid[where.flatten().nonzero().squeeze(1)]
-        logits: Tensor = self.output_layer(x[chosen])
-        return logits
+        return self._logits(ids.flatten()[plan.source], place.flatten()[plan.source], attend, chosen)
 
     def _dense(
         self, ids: Tensor, mask: Tensor | None, place: Tensor, segments: Tensor | None, where: Tensor | None
@@ -173,17 +176,10 @@ class RotaryTransformerMLMModel(nn.Module):
         attend_mask = _dense_mask(mask, segments)
         dropout = self._attention_dropout()
 
-        def attend(qkv: Tensor) -> Tensor:
-            query, key, value = qkv.permute(2, 0, 3, 1, 4)
-            out = scaled_dot_product_attention(query, key, value, attn_mask=attend_mask, dropout_p=dropout)
-            return out.transpose(1, 2)
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            return _padded_attention(qkv, attend_mask, dropout)
 
-        x, rotation = self.embed_tokens(ids), self._rotation(place)
-        with self._kernel():
-            for layer in self.encoder:
-                x = layer(x, rotation, attend)
-        logits: Tensor = self.output_layer(x if where is None else x[where.reshape(ids.shape)])
-        return logits
+        return self._logits(ids, place, attend, None if where is None else where.reshape(ids.shape))
 
     def refresh(
         self,
@@ -195,17 +191,12 @@ class RotaryTransformerMLMModel(nn.Module):
     ) -> Float[Tensor, "M V"]:
         """Run ``rows`` whole, keep their keys and values, and return the logits of ``where``."""
         mask = None if cache.whole else _dense_mask(cache.attention_mask[rows, :-1], None)
-        x, rotation = self.embed_tokens(ids), self._rotation(positions)
-        for index, layer in enumerate(self.encoder):
 
-            def attend(qkv: Tensor, index: int = index) -> Tensor:
-                cache.store(index, rows, qkv)
-                query, key, value = qkv.permute(2, 0, 3, 1, 4)
-                return scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            cache.store(layer, rows, qkv)
+            return _padded_attention(qkv, mask, 0.0)
 
-            x = layer(x, rotation, attend)
-        logits: Tensor = self.output_layer(x[where])
-        return logits
+        return self._logits(ids, positions, attend, where)
 
     def continue_block(
         self,
@@ -217,14 +208,22 @@ class RotaryTransformerMLMModel(nn.Module):
         rows: Int[Tensor, " b"],
     ) -> Float[Tensor, "M V"]:
         """Run only ``columns`` of ``rows`` against what ``cache`` keeps; the logits of ``where`` among them."""
+
+        def attend(layer: int, qkv: Tensor) -> Tensor:
+            return cache.attend(layer, rows, columns, qkv)
+
+        return self._logits(ids, positions, attend, where)
+
+    def _logits(
+        self, ids: Tensor, positions: Tensor, attend: Callable[[int, Tensor], Tensor], chosen: Tensor | None
+    ) -> Tensor:
+        """The layers and the head. Nobody reads the last layer but where logits are asked for: there alone it ends."""
         x, rotation = self.embed_tokens(ids), self._rotation(positions)
-        for index, layer in enumerate(self.encoder):
-
-            def attend(qkv: Tensor, index: int = index) -> Tensor:
-                return cache.attend(index, rows, columns, qkv)
-
-            x = layer(x, rotation, attend)
-        logits: Tensor = self.output_layer(x[where])
+        last = len(self.encoder) - 1
+        with self._kernel():
+            for index, layer in enumerate(self.encoder):
+                x = layer(x, rotation, partial(attend, index), chosen if index == last else None)
+        logits: Tensor = self.output_layer(x)
         return logits
 
     def get_named_params_for_weight_decay(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -249,6 +248,7 @@ class RotaryTransformerMLMModel(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> RotaryTransformerMLMModel:
         """The model saved in ``folder``, in evaluation mode. ValueError where it is no such checkpoint."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         path = Path(folder)
@@ -264,21 +264,19 @@ class RotaryTransformerMLMModel(nn.Module):
                 "probably made by another model. Fix: load it with spanwise.mlm.load_masked_lm."
             )
         names = set(RotaryTransformerMLMModel.__init__.__annotations__) - {"return"}
-        model = cls(**{name: value for name, value in config.items() if name in names})
         try:
+            model = cls(**{name: value for name, value in config.items() if name in names})
             model.load_state_dict(load_file(path / "model.safetensors"))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError, SafetensorError) as error:
             raise ValueError(
                 f"the weights in '{folder}' do not fit its config.json ({str(error).splitlines()[-1].strip()}); "
-                "expected the two to be saved together. The checkpoint is probably of another vocabulary or size. "
-                "Fix: use the config.json that was saved with these weights."
+                "expected the two to be saved together. The checkpoint is probably of another vocabulary or size, or "
+                "was not copied whole. Fix: use the config.json that was saved with these weights, or copy it again."
             ) from error
         return model.eval()
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        first: Any = self.encoder[0] if len(self.encoder) else None  # ModuleList yields plain Modules
-        if first is None:
-            return positions, positions
+        first: Any = self.encoder[0]  # ModuleList yields plain Modules
         cos, sin = first.rotary_emb(positions)
         return cos, sin
 
@@ -288,16 +286,31 @@ class RotaryTransformerMLMModel(nn.Module):
     def _kernel(self) -> Any:
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION]) if self.force_flash_attn else nullcontext()
 
-    def _check_positions(self, positions: Tensor | None) -> None:
-        if positions is None or positions.numel() == 0:
-            return
-        low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= self.max_length:
-            raise ValueError(
-                f"positions run from {low} to {high}; expected 0 to {self.max_length - 1} (max_length is "
-                f"{self.max_length}). The rows, or prompt plus new tokens, are probably longer than the model. "
-                "Fix: shorten them, or build the model with a larger max_length."
-            )
+
+def check_ids(ids: Int[Tensor, "..."], num_embeddings: int) -> None:
+    """Refuse ids that have no embedding. Not asked on a GPU, where the answer would have to be waited for."""
+    if ids.is_cuda or ids.numel() == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= num_embeddings:
+        raise ValueError(
+            f"token ids run from {low} to {high}; expected 0 to {num_embeddings - 1} (the model has {num_embeddings} "
+            "embeddings). The rows were probably made with another tokenizer. Fix: tokenize them with the tokenizer "
+            "that was saved with the model."
+        )
+
+
+def check_positions(positions: Int[Tensor, "..."], max_length: int) -> None:
+    """Refuse positions that the model does not know."""
+    if positions.numel() == 0:
+        return
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or high >= max_length:
+        raise ValueError(
+            f"positions run from {low} to {high}; expected 0 to {max_length - 1} (max_length is {max_length}). The "
+            "rows, or prompt plus new tokens, are probably longer than the model. Fix: shorten them, or use a model "
+            "with a larger max_length."
+        )
 
 
 def count_positions(real: Bool[Tensor, "B S"], segment_ids: Int[Tensor, "B S"] | None = None) -> Int[Tensor, "B S"]:
@@ -343,7 +356,18 @@ def _dense_mask(mask: Tensor | None, segments: Tensor | None) -> Tensor | None:
     return (allowed | ~allowed.any(-1, keepdim=True)).unsqueeze(1)
 
 
-def _check_sizes(d_model: int, nhead: int, rotary_emb_dim: int) -> None:
+def _padded_attention(qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    """[B, S, 3, H, D] → [B, S, H, D]."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    return scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout).transpose(1, 2)
+
+
+def _check_sizes(d_model: int, num_layers: int, nhead: int, rotary_emb_dim: int) -> None:
+    if num_layers < 1:
+        raise ValueError(
+            f"num_layers={num_layers} was given; expected at least 1, since without a layer no token sees another. "
+            "The number was probably lost in a configuration. Fix: pass num_layers=4."
+        )
     if nhead < 1 or d_model % nhead:
         raise ValueError(
             f"d_model={d_model} does not divide into nhead={nhead} heads; expected a multiple. One of the two was "

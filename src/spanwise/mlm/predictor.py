@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from spanwise.mlm.backbones import as_mlm_model, score
 from spanwise.mlm.cache import KeyValueCache
+from spanwise.mlm.checks import token_ids
+from spanwise.mlm.evaluating import evaluating
 from spanwise.mlm.generation import ORDER_STREAM, REMASK_STREAM, REVEAL_STREAM, TOKEN_STREAM, Generation
 from spanwise.mlm.history import HistoryPluginBase
 from spanwise.mlm.loss import check_vocabulary
@@ -122,15 +124,8 @@ class MLMPredictor(nn.Module):
         model = self._ready_model()
         run = self._start(batch, model, seed)
         seconds = [0.0] * len(run.x)
-        training = getattr(model, "training", False)
-        if training:
-            model.eval()
-        try:
-            with torch.no_grad():
-                forwards = self._run(run, model, seconds, started)
-        finally:
-            if training:
-                model.train()
+        with evaluating(model):
+            forwards = self._run(run, model, seconds, started)
         text, ids = self.decode({"x": run.x})
         steps = run.steps_taken.tolist()
         filled = run.asked.sum(1).tolist()
@@ -149,8 +144,11 @@ class MLMPredictor(nn.Module):
         """Texts and ids of ``results["x"]``; rows are decoded whole, so characters split over tokens come out right."""
         if self.tokenizer is None:
             raise ValueError(_missing("tokenizer"))
-        texts: list[str] = self.tokenizer.batch_decode(results["x"], skip_special_tokens=self.skip_special_tokens)
-        return texts, results["x"]
+        x = results["x"]
+        texts: list[str] = []
+        if len(x):  # of no rows transformers makes one empty text
+            texts = self.tokenizer.batch_decode(x, skip_special_tokens=self.skip_special_tokens)
+        return texts, x
 
     def _run(self, run: Generation, model: Any, seconds: list[float], started: float) -> int:
         forwards, number, told = 0, 0, 0
@@ -288,7 +286,7 @@ class MLMPredictor(nn.Module):
         run.x[filled & (draw < self._pace(run, number)[1])] = run.mask
 
     def _start(self, batch: Mapping[str, Any], model: Any, seed: int) -> Generation:
-        prompt = batch["input_ids"]
+        prompt = token_ids(batch, ("attention_mask",))
         mask = mask_token_id(self.tokenizer)
         new = self.max_new_tokens or 0
         x = torch.cat([prompt, prompt.new_full((len(prompt), new), mask)], dim=1)
@@ -297,6 +295,12 @@ class MLMPredictor(nn.Module):
         attended = torch.cat([attended, attended.new_ones(len(prompt), new)], dim=1)
         keys = batch.get("idx")
         keys = torch.arange(len(x)) if keys is None else torch.as_tensor(keys, dtype=torch.long)
+        if keys.shape != (len(x),):
+            raise ValueError(
+                f"idx of shape {tuple(keys.shape)} came with {len(x)} rows; expected one key for each row, since its "
+                "random numbers follow from it. The batch was probably cut without it. Fix: cut idx as well, or leave "
+                "it out."
+            )
         run = Generation(x, attended, mask, keys, seed, self.max_steps)
         longest = int(run.attended.sum(1).max()) if run.attended.numel() else 0
         room = getattr(model, "max_length", None)

@@ -19,9 +19,9 @@ CONFIG_MODULE = "transformers.models.auto.configuration_auto"
 
 
 def register_config() -> None:
-    """Name our configuration to AutoConfig."""
+    """Name our configuration to AutoConfig; transformers' model classes may not exist yet."""
     auto: Any = importlib.import_module(CONFIG_MODULE)
-    ours: Any = importlib.import_module("spanwise.mlm.hf")
+    ours: Any = importlib.import_module("spanwise.mlm.hf_config")
     auto.AutoConfig.register(ours.RotaryTransformerConfig.model_type, ours.RotaryTransformerConfig, exist_ok=True)
 
 

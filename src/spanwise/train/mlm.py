@@ -19,18 +19,23 @@ from torch import Tensor, nn
 from spanwise.batch import BatchedDataDict
 from spanwise.loss_parts import LossParts
 from spanwise.mlm import CosineNoiseSchedule, DefaultMLMCollator, MLMLoss
-from spanwise.mlm.backbones import is_causal
+from spanwise.mlm.backbones import as_mlm_model, is_causal
 from spanwise.mlm.generate import has_token
+from spanwise.mlm.layout import field
 from spanwise.mlm.sudoku import SUDOKU, puzzle_rows, split_grids, sudoku_puzzles, sudoku_tokenizer
 from spanwise.train import data as corpus
+from spanwise.train.held_out import check_held_out, documents
 from spanwise.train.mlm_evaluation import measure_prompts, measure_texts
 from spanwise.train.model_config import model_config
 from spanwise.train.recipe import Recipe, Section
 from spanwise.train.student import DTYPES, corpus_texts, student_tokenizer
 from spanwise.train.task import ReportSection
+from spanwise.xtoken.texts import checked_text
 
 # Grids of one epoch: the few that there are, many times over, each time with other cells hidden.
 SUDOKU_ROWS = 4096
+# What a tokenizer is given where it has none.
+ADDED = {"mask_token": "<|mask|>", "pad_token": "<|pad|>"}
 
 
 class LossSection(Section):
@@ -85,19 +90,20 @@ class TokenCollator:
     def __init__(self, inner: DefaultMLMCollator, context_length: int) -> None:
         self.inner = inner
         self.context_length = context_length
+        self.ends = len(inner.with_ends([]))
 
     def __call__(self, rows: list[dict[str, Any]]) -> BatchedDataDict:
         """Collate rows with ``text`` or ``input_ids``."""
-        room = self.context_length - len(self.inner.with_ends([]))
+        room = self.context_length - self.ends
         tokenized, cut = [], 0
-        for row in rows:
+        for place, row in enumerate(rows):
             if "input_ids" not in row and row.get("text") is None:
                 raise ValueError(
                     f"a row has the keys {', '.join(row)} and no text; expected text or input_ids, which is what a "
                     "masked model learns from. A chat was probably meant for the task distill. Fix: name a corpus of "
                     "plain text, or set data.columns.text."
                 )
-            ids = row["input_ids"] if "input_ids" in row else self._ids(row["text"])
+            ids = field(row, "input_ids") if "input_ids" in row else self._ids(checked_text(row["text"], place))
             cut += max(0, len(ids) - room)
             tokenized.append({**row, "input_ids": ids[:room]})
         batch = self.inner(tokenized)
@@ -131,9 +137,23 @@ class ListRows(torch.utils.data.Dataset[dict[str, Any]]):
 def build(recipe: TaskRecipe, folder: Path) -> MaskedTask:
     """Load everything a run needs."""
     if recipe.data.eval != f"{SUDOKU}:eval":
-        corpus.check_held_out(recipe.data)
+        check_held_out(recipe.data)
     rows, tokenizer = rows_and_tokenizer(recipe, folder)
-    return MaskedTask(recipe, masked_model(recipe, tokenizer), tokenizer, rows)
+    task = MaskedTask(recipe, masked_model(recipe, tokenizer), tokenizer, rows)
+    check_context(recipe.data.context_length, task.collator.ends, as_mlm_model(task.model).max_length)
+    return task
+
+
+def check_context(context_length: int, ends: int, positions: int | None) -> None:
+    """Refuse rows that have no room for text, or more than the model has positions for."""
+    if ends < context_length <= (context_length if positions is None else positions):
+        return
+    most = "" if positions is None else f" to {positions}, the positions of the model"
+    raise ValueError(
+        f"data.context_length is {context_length}; expected {ends + 1}{most}: rows hold {ends} special tokens and some "
+        f"text. It was probably left at its default or copied from another model. Fix: set data.context_length"
+        f"{'' if positions is None else f' to {positions} or less, or student.model.max_length higher'}."
+    )
 
 
 def rows_and_tokenizer(recipe: TaskRecipe, folder: Path) -> tuple[Any, Any]:
@@ -168,18 +188,18 @@ def _text_rows(recipe: TaskRecipe, opened: Any) -> Any:
 def _tokenizer(recipe: TaskRecipe, folder: Path, texts: Any) -> Any:
     """The student's tokenizer, with PAD and MASK added where it has none."""
     tokenizer = student_tokenizer(recipe.student, folder, texts)
-    missing = {}
-    if tokenizer.mask_token_id is None:
-        missing["mask_token"] = "<|mask|>"  # no password
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        missing["pad_token"] = "<|pad|>"
+    missing = dict(ADDED)
+    if tokenizer.mask_token_id is not None:
+        del missing["mask_token"]
+    if tokenizer.pad_token_id not in (None, tokenizer.eos_token_id):
+        del missing["pad_token"]
     if missing:
         tokenizer.add_special_tokens(missing)
     return tokenizer
 
 
 def masked_model(recipe: TaskRecipe, tokenizer: Any) -> Any:
-    """The model to be trained; one with fewer embeddings than tokens gets more, since MASK was probably added."""
+    """The model to be trained; a pre-trained one gets embeddings for the tokens that were added, and for no others."""
     from transformers import AutoModelForMaskedLM
 
     student = recipe.student
@@ -197,7 +217,14 @@ def masked_model(recipe: TaskRecipe, tokenizer: Any) -> Any:
         size = {"num_embeddings" if own else "vocab_size": len(tokenizer)}
         config = model_config(student.model, size | defaults)
         model = AutoModelForMaskedLM.from_config(config, dtype=DTYPES[student.dtype])
-    if model.get_input_embeddings().num_embeddings < len(tokenizer):
+    known = model.get_input_embeddings().num_embeddings
+    if known + len(ADDED) < len(tokenizer):
+        raise ValueError(
+            f"the model has {known:,} embeddings and the tokenizer {len(tokenizer):,} tokens; expected no more than "
+            "MASK and PAD beyond the model's own. The tokenizer is probably another model's. Fix: leave "
+            "student.tokenizer out, or name the one that belongs to the model."
+        )
+    if known < len(tokenizer):
         model.resize_token_embeddings(len(tokenizer))
     return model
 
@@ -265,7 +292,7 @@ class MaskedTask:
         if section.eval == f"{SUDOKU}:eval":
             rows = puzzle_rows(sudoku_puzzles(self.recipe.eval.documents or 256))
             return measure_prompts(inner, self.processing_class, rows, steps=how.steps, confidence=how.confidence)
-        texts = list(corpus.documents(section.eval, columns=section.columns, most=self.recipe.eval.documents))
+        texts = list(documents(section.eval, columns=section.columns, most=self.recipe.eval.documents))
         return measure_texts(
             inner,
             self.processing_class,

@@ -20,7 +20,7 @@ from spanwise.mlm import MLMInfillWithExactTargetPredCollator, MLMPredictor, exa
 from spanwise.mlm.generate import has_token
 from spanwise.mlm.likelihood import LikelihoodCollator, nelbo
 from spanwise.mlm.sudoku import SUDOKU, puzzle_rows, sudoku_puzzles
-from spanwise.train import data as corpus
+from spanwise.train.held_out import documents as held_out_documents
 
 DEFAULT_CONTEXT = 256
 
@@ -46,10 +46,10 @@ def evaluate_masked(
 ) -> dict[str, Any]:
     """Measure a masked checkpoint on held-out text, or on sudoku puzzles (``builtin:sudoku:eval``)."""
     tokenizer = load_tokenizer(tokenizer_source or checkpoint)
-    model = load_masked_lm(checkpoint)
+    model = load_masked_lm(checkpoint).to("cuda" if torch.cuda.is_available() else "cpu")
     if data == f"{SUDOKU}:eval":
         return measure_prompts(model, tokenizer, puzzle_rows(sudoku_puzzles(documents or 256)))
-    texts = list(corpus.documents(data, columns=columns, most=documents))
+    texts = list(held_out_documents(data, columns=columns, most=documents))
     context = min(getattr(model, "max_length", None) or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
     return measure_texts(model, tokenizer, texts, context_length=context, batch_size=batch_size)
 
@@ -66,6 +66,11 @@ def measure_texts(
         for ids in (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         for start in range(0, len(ids), room)
     ]
+    if not rows:
+        raise ValueError(
+            f"the held-out text has {len(texts)} documents and no token; expected text to measure on. The file is "
+            "probably empty or its text under another column. Fix: check data.eval and data.columns."
+        )
     bound = nelbo(model, tokenizer, collator, rows, draws=draws, batch_size=batch_size)
     predictor = MLMPredictor(1, tokenizer=tokenizer, model=model, temperature=0)
     matched, right = Ratio(0.0, 0.0), Ratio(0.0, 0.0)
