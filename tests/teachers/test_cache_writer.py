@@ -155,6 +155,13 @@ def test_going_on_with_another_identity_is_refused(tmp_path: Path, change: dict)
         CacheWriter(tmp_path, identity(**change))
 
 
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("words")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "cache", Path("/proc/nowhere")):
+        with pytest.raises(CacheError, match=r"cannot be written .*Fix: name another folder in cache\.folder"):
+            CacheWriter(wrong, identity())
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("words")
     with pytest.raises(CacheError, match=r"holds thesis\.tex"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from spanwise.teachers.process import (
+    _ATTACHED,
     DeadProducerError,
     SharedLogitsBuffer,
     StaleHandleError,
@@ -111,6 +112,19 @@ def test_a_closed_buffer_and_a_dead_producer_are_named(producer) -> None:
         rebuild_teacher_full_logits_from_ipc(data)
 
 
+def test_nothing_of_a_dead_producer_stays_mapped(producer) -> None:
+    process, pipe = producer
+    samples = ask(pipe, "write")
+    rebuild_teacher_full_logits_from_ipc({"teacher_full_logits_ipc": samples})
+    identity = samples[0]["rank_logits_ipc"]["process"]
+    assert any(key[0] == identity for key in _ATTACHED)
+    os.kill(process.pid, signal.SIGKILL)
+    gone(process)
+    with pytest.raises(DeadProducerError):
+        attach_logits(samples[0]["rank_logits_ipc"])
+    assert not any(key[0] == identity for key in _ATTACHED)
+
+
 def test_a_reused_process_id_is_not_the_producer() -> None:
     buffer = SharedLogitsBuffer((1, 1, 1))
     handle = dict(buffer.handle())
@@ -131,6 +145,8 @@ def test_samples_must_be_consecutive_rows_of_one_buffer() -> None:
         rebuild_teacher_full_logits_from_ipc({"teacher_full_logits_ipc": beyond})
     with pytest.raises(ValueError, match="no teacher_full_logits_ipc"):
         rebuild_teacher_full_logits_from_ipc({})
+    with pytest.raises(ValueError, match=r"lack rank_logits_ipc, sample_idx_within_rank.*sample_handles"):
+        rebuild_teacher_full_logits_from_ipc({"teacher_full_logits_ipc": [samples[0], one.handle()]})
     assert rebuild_teacher_full_logits_from_ipc({"teacher_full_logits_ipc": samples}).dtype == torch.bfloat16
 
 

@@ -129,6 +129,30 @@ def test_widths() -> None:
     assert torch.equal(before, scores.logits)
 
 
+def test_strided_logits_read_as_contiguous_ones() -> None:
+    """Every second position of a longer batch, and a head that was cut."""
+    whole = dense(rows=3, length=10, width=14).logits
+    strided = TeacherScores(logits=whole[:, ::2, :11])
+    packed = TeacherScores(logits=strided.logits.contiguous())
+    assert not strided.logits.is_contiguous()
+    rows, ids = torch.tensor([0, 3, 14, 7]), torch.tensor([0, 5, 9])
+    assert torch.equal(strided.log_probabilities(rows, 9, 2.0), packed.log_probabilities(rows, 9, 2.0))
+    assert torch.equal(strided.columns_at(rows, ids), packed.columns_at(rows, ids))
+    assert torch.equal(packed.columns_at(rows, ids), packed.logits.flatten(0, 1)[rows][:, ids])
+    assert torch.equal(strided.topk(4).top_logp, packed.topk(4).top_logp)
+
+
+def test_listed_tokens_hold_all_mass_with_the_rest() -> None:
+    scores = dense().topk(4)
+    ids, mass, rest = scores.listed_at(all_rows(scores), 11)
+    torch.testing.assert_close(mass.sum(-1) + rest, torch.ones(10))
+    assert torch.equal(ids, scores.top_ids.flatten(0, 1))
+    with pytest.raises(ValueError, match="expected top-k scores"):
+        dense().listed_at(all_rows(scores), 11)
+    with pytest.raises(ValueError, match="names token"):
+        dense().topk(11).listed_at(all_rows(scores), 7)
+
+
 def test_empty_batch() -> None:
     scores = TeacherScores(logits=torch.zeros(0, 3, 4)).topk(2)
     assert scores.top_ids.shape == (0, 3, 2)

@@ -3,6 +3,7 @@ documented answers, replayed by a real HTTP server."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import threading
@@ -24,6 +25,7 @@ from spanwise.teachers.cached import CachedTeacher
 from spanwise.teachers.fingerprint import model_fingerprint
 from spanwise.teachers.local import LocalTeacher
 from spanwise.teachers.served import PROBE, ServedTeacher, TeacherUnreachableError
+from spanwise.teachers.served_options import OPTIONS, checked_options
 from spanwise.teachers.served_shapes import ServedScoresError
 from tests.teachers.serving import free_port, save_model, server
 from tests.teachers.tiny import padded, random_rows
@@ -361,6 +363,80 @@ def test_a_server_that_hangs_is_given_up(live: LocalTeacher, byte_bpe: PreTraine
             teacher.score(padded(ROWS[:1]))
         replay.refuse = lambda: None
         teacher.close()
+
+
+def test_how_long_a_prompt_may_be_is_what_the_server_says(
+    url: str, live: LocalTeacher, byte_bpe: PreTrainedTokenizerBase
+) -> None:
+    ours = ServedTeacher(url, byte_bpe, top_k=8)
+    assert ours.context_length == live.context_length
+    ours.close()
+    replay = Replay(live, byte_bpe, "vllm")
+    listed = {"data": [{"id": "org/model", "owned_by": "vllm", "max_model_len": 64}]}
+    answer = replay.answer
+    replay.answer = lambda path, body: listed if path == "/v1/models" else answer(path, body)
+    with replayed(replay) as other:
+        theirs = ServedTeacher(other, byte_bpe, top_k=6)
+        assert theirs.context_length == 63, "one token is generated"
+        theirs.close()
+
+
+MODELS = {"data": [{"id": "org/model", "owned_by": "vllm"}]}
+
+
+@pytest.mark.parametrize(
+    ("models", "answer"),
+    [
+        ({"data": ["org/model"]}, {}),
+        ({"data": {"id": "org/model"}}, {}),
+        ({"data": [{"name": "org/model"}]}, {}),
+        ({"data": [{"id": "org/model", "max_model_len": "long"}]}, {}),
+        (MODELS, []),
+        (MODELS, {"choices": 3}),
+        (MODELS, {"choices": ["text"]}),
+        (MODELS, {"choices": [{"prompt_logprobs": [None, 3]}]}),
+        ({"data": [{"id": "org/model", "owned_by": "sglang"}]}, []),
+        ({"data": [{"id": "org/model", "owned_by": "sglang"}]}, {"meta_info": {"input_token_logprobs": [3]}}),
+        ({"data": [{"id": "org/model", "owned_by": "someone"}]}, {"choices": [{"logprobs": {"tokens": 3}}]}),
+    ],
+)
+def test_an_answer_of_no_known_form_is_refused_by_name(
+    live: LocalTeacher, byte_bpe: PreTrainedTokenizerBase, models: Any, answer: Any
+) -> None:
+    replay = Replay(live, byte_bpe, "vllm")
+    replay.answer = lambda path, body: models if path == "/v1/models" else answer
+    with replayed(replay) as url, pytest.raises(ServedScoresError, match=r"expected .*\. Fix: "):
+        ServedTeacher(url, byte_bpe)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"top_k": 0}, "top_k is 0; expected a whole number from 1"),
+        ({"top_k": 8.5}, "top_k is 8.5; expected a whole number"),
+        ({"concurrency": 0}, "concurrency is 0; expected a whole number from 1"),
+        ({"timeout": 0}, "timeout is 0; expected seconds above 0"),
+        ({"timeout": "long"}, "timeout is 'long'; expected seconds"),
+        ({"patience": float("nan")}, "patience is nan; expected seconds"),
+        ({"mass": 1.5}, "mass is 1.5; expected a number above 0 and up to 1"),
+        ({"temperature": True}, "temperature is True; expected a number"),
+        ({"api": "openai"}, "api is 'openai'; expected one of vllm, sglang, echo"),
+        ({"model": 3}, "model is 3; expected a word"),
+        ({"top_p": 1}, "has top_p; expected names among"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_by_name(option: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        checked_options(option)
+
+
+def test_every_option_of_a_server_may_stand_in_a_recipe(byte_bpe: PreTrainedTokenizerBase) -> None:
+    taken = inspect.signature(ServedTeacher).parameters.values()
+    assert set(OPTIONS) == {one.name for one in taken if one.kind is one.KEYWORD_ONLY}
+    given = {one.name: one.default for one in taken if one.kind is one.KEYWORD_ONLY}
+    assert checked_options(given) == given
+    with pytest.raises(ValueError, match="top_k is 0"):
+        ServedTeacher("http://127.0.0.1:9", byte_bpe, top_k=0)
 
 
 def test_a_web_page_is_no_teacher(live: LocalTeacher, byte_bpe: PreTrainedTokenizerBase) -> None:

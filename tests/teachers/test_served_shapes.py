@@ -83,6 +83,28 @@ def test_what_is_no_log_probability_is_refused(wrong: object) -> None:
         read_sglang(changed, IDS, 2, 100)
 
 
+def test_an_id_below_zero_joins_the_tail() -> None:
+    changed = answer("vllm_completion")
+    changed["prompt_logprobs"][1] = {"31": {"logprob": -0.5, "rank": 1}, "-7": {"logprob": -1.5, "rank": 2}}
+    scores = read_vllm(changed, IDS, 2, 100)
+    assert scores.ids.tolist()[0] == 31
+    assert scores.counts.tolist() == [1, 2]
+    np.testing.assert_allclose(np.exp(scores.log_tail[0]), 1 - math.exp(-0.5), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"log_tail": [-1.0]}, r"spanwise\.log_tail has 1 entries for a prompt of 2"),
+        ({"log_tail": [-1.0, math.nan]}, "log-probability nan at token 2"),
+        ({"log_tail": [-1.0, -2.0], "entropy": "high"}, r"has no spanwise\.entropy"),
+    ],
+)
+def test_a_tail_that_does_not_fit_is_refused(said: dict[str, Any], words: str) -> None:
+    with pytest.raises(ServedScoresError, match=words):
+        read_vllm(answer("vllm_completion") | {"spanwise": said}, IDS, 2, 100)
+
+
 def test_a_list_that_holds_all_the_mass_keeps_a_finite_tail() -> None:
     changed = answer("vllm_completion")
     changed["prompt_logprobs"][1] = {"31": {"logprob": 0.0, "rank": 1}}

@@ -80,6 +80,7 @@ def test_it_says_exactly_what_the_same_model_says_here(
         else:
             assert found == expected
     assert (teacher.vocab_size, teacher.forms) == (live.vocab_size, live.forms)
+    assert teacher.context_length == live.context_length
 
 
 def test_what_it_refuses_is_raised_here_and_it_goes_on(teacher: ProcessTeacher) -> None:

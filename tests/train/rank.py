@@ -11,13 +11,16 @@ runs are asked what they are made of.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def shard_on_processors() -> None:
@@ -43,7 +46,7 @@ def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
 
     from spanwise.train import distill
     from spanwise.train.fused_losses import fused_losses
-    from spanwise.train.recipe import load_recipe
+    from spanwise.train.recipe import TASK_MODULES, load_recipe
     from spanwise.train.run import train
     from spanwise.train.run_folder import checkpoints
 
@@ -63,19 +66,43 @@ def run_job(job: dict[str, Any], rank: int) -> dict[str, Any]:
         fused.append(isinstance(head.weight, DTensor))
         return fused_losses(hidden, head, *arguments)
 
-    distill.fused_losses = noted
     recipe = load_recipe(job["recipe"])
-    try:
-        result = train(recipe, callbacks=[Parameters()])
-    except SystemExit as end:
-        return {"exit": end.code}
-    if job["again"]:
-        torch.distributed.barrier()
-        if rank == 0:
-            shutil.rmtree(checkpoints(Path(recipe.output))[-1])
-        torch.distributed.barrier()
-        result["again"] = train(recipe, resume=True)["loss_per_step"]
+    counted: list[float] = []
+    task_module = importlib.import_module(TASK_MODULES[recipe.task])
+    with (
+        mock.patch.object(distill, "fused_losses", noted),
+        mock.patch.object(task_module, "build", counting(task_module.build, counted)),
+    ):
+        try:
+            result = train(recipe, callbacks=[Parameters()])
+        except SystemExit as end:
+            return {"exit": end.code}
+        result["counted"] = list(counted)
+        if job["again"]:
+            torch.distributed.barrier()
+            if rank == 0:
+                shutil.rmtree(checkpoints(Path(recipe.output))[-1])
+            torch.distributed.barrier()
+            result["again"] = train(recipe, resume=True)["loss_per_step"]
     return result | {"kinds": sorted(kinds), "fused": len(fused), "gathered": not any(fused)}
+
+
+def counting(build: Callable[..., Any], counted: list[float]) -> Callable[..., Any]:
+    """A task's ``build`` whose task notes what each micro-batch of this rank counts."""
+
+    def noting(*arguments: Any) -> Any:
+        task = build(*arguments)
+        counts = task.counts
+
+        def heard(batch: Any) -> Any:
+            found = counts(batch)
+            counted.append(float(sum(found.values())))
+            return found
+
+        task.counts = heard
+        return task
+
+    return noting
 
 
 def main(folder: str, *words: str) -> None:

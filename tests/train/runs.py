@@ -12,7 +12,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spanwise.train.data import documents
+from spanwise.train.held_out import documents
 from tests import tiny_tokenizers
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,6 @@
 """Recipes of every task whose rows are hard to deal out: five of very different lengths.
 
-Two ranks then have unlike counts, and the second one's last batch holds no row at all.
+Two ranks then have unlike counts, and in the epoch's last step the second one has no row at all.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def conversations(folder: Path) -> str:
 
 def distill(folder: Path, teacher: Path, fused: bool) -> dict[str, Any]:
     content = runs.recipe(folder, teacher)
-    content["data"]["train"] = texts(folder)
+    content["data"] |= {"train": texts(folder), "window_bytes": None}
     content["loss"] = {"fused": fused, "dynamic": True}
     return content
 

@@ -11,12 +11,12 @@ from spanwise.train.builtin import builtin_documents
 from spanwise.train.data import (
     IndexedRows,
     StreamedRows,
-    documents,
     open_corpus,
     rename_columns,
     row_kind,
     text_windows,
 )
+from spanwise.train.held_out import documents
 from spanwise.train.left_out import CARRIED
 
 ROWS = [{"text": "first row, longer"}, {"text": " \n"}, {"text": "second"}, {"text": "三番目の行"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,22 @@ def test_steps_are_of_like_length_and_every_row_is_seen_once() -> None:
     assert not torch.equal(*orders), "each epoch has an order of its own"
     first_of_steps = lengths[orders[0][: STEP * 40 : STEP]]
     assert first_of_steps.diff().sign().unique().numel() > 1, "steps do not come by length"
+
+
+def test_an_epoch_costs_eight_bytes_a_row() -> None:
+    """Batches are made as they are asked for; a list of places would cost a hundred bytes each."""
+    rows = 60_000
+    sampler = StepSampler(rows, batch_size=3, ranks=2)
+    tracemalloc.start()
+    seen = blanks = 0
+    for batch in sampler:
+        assert len(batch) == 3
+        seen += sum(position >= 0 for _, _, position in batch)
+        blanks += sum(position < 0 for _, _, position in batch)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (seen, blanks) == (rows, -rows % 6)
+    assert peak < rows  # torch's own eight bytes a row are not traced
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

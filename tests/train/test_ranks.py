@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from spanwise.cli import show
 from spanwise.train.run_folder import checkpoints, verify_checkpoint
 from tests.train import runs
 from tests.train.small_tasks import alone, dealt, distill, masked, streamed, vision
 from tests.train.two_ranks import on_two_ranks
+
+
+def epochs(counted: list[float]) -> list[list[float]]:
+    """What the micro-batches of a rank counted, by epoch: two in the first step, what is left in the second."""
+    half = len(counted) // 2
+    return [counted[:half], counted[half:]]
 
 
 def test_two_processes_give_the_curve_of_one_in_every_task(tmp_path: Path) -> None:
@@ -27,8 +35,24 @@ def test_two_processes_give_the_curve_of_one_in_every_task(tmp_path: Path) -> No
             assert seen["kinds"] == ["whole"]
             torch.testing.assert_close(seen["loss_per_step"], expected["loss_per_step"], rtol=2e-5, atol=1e-6)
             assert seen["left_out"] == expected["left_out"]
+        first, second = (epochs(seen["counted"]) for seen in ranks)
+        for one, other in zip(first, second, strict=True):
+            assert all(a and b and a != b for a, b in zip(one[:2], other[:2], strict=True)), "rows of unlike lengths"
+            assert sum(one[2:]) > 0
+            assert sum(other[2:]) == 0, "in the epoch's last step this rank has nothing to count"
     assert wanted[4]["left_out"] == {"rows without text": 6}, "three in each of two epochs"
     assert stopped == [{"exit": 143}] * 2
     (saved,) = checkpoints(tmp_path / "stopped")
     verify_checkpoint(saved)
     assert saved.name == "checkpoint-3"
+
+
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_the_first_rank_alone_prints_the_result(
+    rank: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    show({"output": "here"}, as_json=True)
+    assert capsys.readouterr().out == ("" if rank == "1" else '{"output": "here"}\n')

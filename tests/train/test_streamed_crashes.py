@@ -27,8 +27,12 @@ STEPS = 60
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(
     "victim",
-    ["TeacherActor", pytest.param("SimpleStorageUnit", marks=pytest.mark.full)],
-    ids=["teacher", "storage unit"],
+    [
+        "TeacherActor",
+        pytest.param("RayTrainWorker", marks=pytest.mark.full),
+        pytest.param("SimpleStorageUnit", marks=pytest.mark.full),
+    ],
+    ids=["teacher", "student", "storage unit"],
 )
 def test_a_killed_process_costs_nothing_but_time(tmp_path: Path, victim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -165,11 +165,19 @@ def test_the_student_never_holds_the_teacher(tmp_path: Path, ray_cluster: RayClu
         batch = task.collator([task.train_rows[place] for place in range(4)])
         scales = {"ce": 1.0, "kd/0": 1.0}
         task.losses(task.model, batch, scales)["kd/0"].total.backward()
-        gc.collect()
-        held = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Parameter)]
-        assert held
-        assert not [found.shape for found in held if VOCABULARY in found.shape]
+        assert parameters()
+        assert not parameters(VOCABULARY)
         task.close()
+    near = open_teacher(recipe.teachers[0], None, load_tokenizer(recipe.teachers[0].source))
+    assert near.vocab_size == VOCABULARY
+    assert parameters(VOCABULARY), "a teacher in this process would have been seen"
+
+
+def parameters(width: int | None = None) -> list[torch.Size]:
+    """Shapes of the parameters in this process (that have a side of this width)."""
+    gc.collect()
+    held = [found.shape for found in gc.get_objects() if issubclass(type(found), torch.nn.Parameter)]
+    return [shape for shape in held if width is None or width in shape]
 
 
 def test_actors_without_a_teacher_or_workers_or_room_are_refused(

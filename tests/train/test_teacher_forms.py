@@ -26,10 +26,11 @@ from spanwise.teachers.local import LocalTeacher
 from spanwise.teachers.worker import TeacherWorker, new_address
 from spanwise.train import distill
 from spanwise.train.cache_run import ProgressLine, cache_teachers, word_starts
-from spanwise.train.distill import TaskRecipe
+from spanwise.train.distill_recipe import TaskRecipe
 from spanwise.train.distill_terms import LOSS_NAMES, SAME_TOKENIZER, LossFamily, make_term
 from spanwise.train.recipe import RecipeError, load_recipe
 from spanwise.train.run import train
+from spanwise.xtoken.projection_report import build_and_save
 from tests.teachers.serving import save_model, server
 from tests.tiny_tokenizers import byte_level_bpe, sentencepiece_bpe
 
@@ -135,6 +136,31 @@ def test_packed_training_finds_what_unpacked_rows_were_cached_as(place: Path) ->
     path = build(place, "for-packing", "cache.floor=64")["path"]
     packed = term(place, "data.packing=true", *from_cache(path, place / "teacher"))
     assert packed == pytest.approx(term(place, "data.packing=true"), rel=2e-3)
+
+
+def test_a_cache_says_at_how_many_tokens_its_documents_were_cut(place: Path) -> None:
+    short = ["data.window_bytes=null", "data.context_length=40", "teachers.0.context_length=50"]
+    path = build(place, "cut", *short, "cache.floor=64")["path"]
+    assert CachedTeacher(path).context_length == 50
+    without_saying_so = [*short[:2], *from_cache(path, place / "teacher")]
+    assert term(place, *without_saying_so) == pytest.approx(term(place, *short), rel=2e-3)
+    with pytest.raises(CacheError, match=r"no scores for row .* the context length"):
+        term(place, *without_saying_so, "teachers.0.context_length=49")
+
+
+def test_a_teacher_reads_no_more_tokens_than_it_has_positions(place: Path) -> None:
+    named = load_tokenizer(place / "teacher")
+    small = save_model(place / "small", sentencepiece_bpe())
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 48}))
+    rows = ["data.window_bytes=null", "data.context_length=40", f"teachers.0.model={small}"]
+    task = distill.build(recipe_with(place, *rows), place)
+    batch = task.collator([task.train_rows[number] for number in range(4)])
+    assert batch["teacher_0_input_ids"].shape[1] == 48, "of the 160 that four times the student's are"
+    assert len(named(task.train_rows[0]["text"])["input_ids"]) > 48
+    task.close()
+    with pytest.raises(ValueError, match=r"context_length is 49 for .*small, which takes 48 tokens.*lower it to 48"):
+        distill.build(recipe_with(place, *rows, "teachers.0.context_length=49"), place)
 
 
 def test_forms_mix_in_one_run_and_say_the_same(place: Path) -> None:
@@ -280,6 +306,15 @@ def test_a_teacher_that_gives_too_little_for_its_loss_is_refused_by_name(place: 
 def test_recipes_that_cannot_work_are_refused_at_once(place: Path, overrides: list[str], says: str) -> None:
     with pytest.raises(RecipeError, match=says):
         load_recipe(place / "recipe.yaml", overrides)
+
+
+def test_a_projection_of_other_tokenizers_is_refused_before_the_first_step(place: Path) -> None:
+    pair = [load_tokenizer(place / side) for side in ("student", "other")]
+    build_and_save(*pair, str(place / "other.safetensors"), top_k=2)
+    named = ["teachers.0.loss=gold", f"teachers.0.projection={place / 'other.safetensors'}"]
+    with pytest.raises(ValueError, match=r"was built for the teacher tokenizer.*spanwise project build"):
+        term(place, *named)
+    assert term(place, *named, f"teachers.0.model={place / 'other'}") > 0
 
 
 @pytest.mark.parametrize(

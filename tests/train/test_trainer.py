@@ -6,13 +6,8 @@ import itertools
 import json
 import math
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -21,7 +16,7 @@ from spanwise.spans.table import token_table, tokenizer_fingerprint
 from spanwise.train import distill
 from spanwise.train.evaluation import measure
 from spanwise.train.fused_losses import LastHidden, fused_losses
-from spanwise.train.recipe import RecipeError, parse_recipe
+from spanwise.train.recipe import parse_recipe
 from spanwise.train.run import train
 from spanwise.train.run_folder import checkpoints
 from spanwise.train.run_log import read_log
@@ -76,30 +71,6 @@ def test_accumulation_gives_the_same_curve(tmp_path, teacher, packing):
         torch.testing.assert_close(run("packed", 4, 1, True), plain, rtol=2e-5, atol=1e-6)
 
 
-def test_two_processes_give_the_same_curve(tmp_path, teacher):
-    content = runs.recipe(tmp_path / "one", teacher)
-    one = losses(content)
-    content["output"] = str(tmp_path / "two" / "run")
-    content["train"]["per_device_train_batch_size"] = 2
-    path = runs.write(content, tmp_path / "two.yaml")
-    code = (
-        "import os, json; from spanwise.train.recipe import load_recipe; from spanwise.train.run import train\n"
-        f"result = train(load_recipe({str(path)!r}))\n"
-        f"open({str(tmp_path)!r} + '/rank' + os.environ['RANK'], 'w').write("
-        "json.dumps([os.getpid(), int(os.environ['WORLD_SIZE']), result['loss_per_step']]))\n"
-    )
-    script = tmp_path / "run.py"
-    script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    assert ranks[0][0] != ranks[1][0]
-    assert ranks[0][1] == ranks[1][1] == 2
-    for _, _, found in ranks:
-        torch.testing.assert_close(found, one, rtol=2e-5, atol=1e-6)
-
-
 def test_an_epoch_that_does_not_divide_counts_every_row_once(tmp_path, teacher):
     path = tmp_path / "seven.jsonl"
     path.write_text("".join(json.dumps({"text": f"row number {i} of seven"}) + "\n" for i in range(7)))
@@ -112,126 +83,6 @@ def test_an_epoch_that_does_not_divide_counts_every_row_once(tmp_path, teacher):
     expected = sum(len(tokenizer(f"row number {i} of seven")["input_ids"]) - 1 for i in range(7))
     assert len(steps) == 2
     assert sum(entry["ce_count"] for entry in steps) == expected
-
-
-def start(content, path, *words):
-    command = runs.spanwise("train", str(runs.write(content, path)), *words)
-    return subprocess.Popen(command, env=runs.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_step(folder, step, process, seconds=120):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        log = read_log(folder / "log.jsonl")
-        if any(entry["step"] >= step and entry["kind"] == "step" for entry in log):
-            return
-        assert process.poll() is None, process.communicate()[1][-2000:]
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, teacher):
-    """The curve of a run with dropout that nothing happened to."""
-    return losses(with_dropout(tmp_path_factory.mktemp("whole"), teacher))
-
-
-def with_dropout(tmp_path, teacher, steps=14):
-    content = runs.recipe(tmp_path, teacher, max_steps=steps, save_strategy="steps", save_steps=4)
-    content["student"]["model"] = runs.config(attention_dropout=0.2)
-    content["loss"] = {"dynamic": True}
-    return content
-
-
-def test_a_killed_run_continues_as_if_nothing_had_happened(tmp_path, teacher, whole):
-    content = with_dropout(tmp_path / "killed", teacher)
-    folder = Path(content["output"])
-    folder.parent.mkdir(parents=True)
-    process = start(content, tmp_path / "killed.yaml")
-    wait_for_step(folder, 6, process)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert checkpoints(folder)
-    # What a kill in the middle of a checkpoint leaves behind must not be taken for one.
-    (folder / ".staging" / "checkpoint-99").mkdir(parents=True, exist_ok=True)
-    with pytest.raises(ValueError, match="--resume"):
-        losses(content)
-    continued = losses(content, resume=True)
-    assert continued == whole
-
-
-# Dies while the manifest of the second checkpoint is made: its files lie there, whole, and it has no name yet.
-KILLED_AS_IT_PUBLISHES = """
-import os, signal, sys
-from spanwise.train import run_folder
-from spanwise.train.recipe import load_recipe
-from spanwise.train.run import train
-digest = run_folder.file_digest
-def digest_or_die(path):
-    if path.name == "optimizer.pt" and path.parent.name == "checkpoint-8":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return digest(path)
-run_folder.file_digest = digest_or_die
-train(load_recipe(sys.argv[1]))
-"""
-
-
-def test_a_run_that_was_killed_as_it_published_a_checkpoint_continues(tmp_path, teacher, whole):
-    content = with_dropout(tmp_path, teacher)
-    recipe = runs.write(content, tmp_path / "recipe.yaml")
-    command = [sys.executable, "-c", KILLED_AS_IT_PUBLISHES, str(recipe)]
-    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
-    folder = Path(content["output"])
-    assert [path.name for path in checkpoints(folder)] == ["checkpoint-4"]
-    assert (folder / ".staging" / "checkpoint-8" / "optimizer.pt").is_file()
-    assert losses(content, resume=True) == whole
-
-
-def test_a_killed_data_worker_ends_the_run_with_what_to_do_and_resume_goes_on(tmp_path, teacher, whole):
-    content = with_dropout(tmp_path / "killed", teacher, steps=14)
-    content["train"] |= {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2}
-    folder = Path(content["output"])
-    folder.parent.mkdir(parents=True)
-    process = start(content, tmp_path / "killed.yaml")
-    wait_for_step(folder, 5, process)
-    process.send_signal(signal.SIGSTOP)  # so that it cannot reach its end before its child is killed
-    (reader,) = psutil.Process(process.pid).children()
-    reader.kill()
-    process.send_signal(signal.SIGCONT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "DeadDataWorkerError: a process that read data for this run was killed" in said, said[-3000:]
-    assert "Fix: go on with --resume" in said
-    assert losses(content, resume=True) == whole
-
-
-def test_sigterm_saves_and_exits_143(tmp_path, teacher):
-    content = with_dropout(tmp_path, teacher, steps=4000)
-    content["train"]["save_steps"] = 4000
-    folder = Path(content["output"])
-    process = start(content, tmp_path / "recipe.yaml")
-    wait_for_step(folder, 2, process)
-    process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert time.monotonic() - began < 30
-    saved = checkpoints(folder)
-    assert len(saved) == 1
-    assert int(saved[0].name.split("-")[1]) >= 2
-
-
-def test_resume_refuses_another_run_and_a_damaged_checkpoint(tmp_path, teacher):
-    content = runs.recipe(tmp_path, teacher, save_strategy="steps", save_steps=2)
-    train(parse_recipe(content))
-    with pytest.raises(RecipeError, match="with another seed"):
-        train(parse_recipe(content | {"seed": 3}), resume=True)
-    newest = checkpoints(Path(content["output"]))[-1]
-    (newest / "optimizer.pt").unlink()
-    with pytest.raises(ValueError, match=r"lacks optimizer\.pt"):
-        train(parse_recipe(content), resume=True)
 
 
 @pytest.mark.filterwarnings("error:the fused loss is not used")

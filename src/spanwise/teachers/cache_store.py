@@ -47,6 +47,7 @@ class CacheIdentity:
         k: how many entries a position keeps.
         fields: the optional scores that are kept (``entropy``, ``next_word_mass``).
         name: what to call the teacher in logs; not compared.
+        context_length: tokens at which longer documents were cut, so that a run cuts them alike; not compared.
     """
 
     teacher: str
@@ -56,6 +57,7 @@ class CacheIdentity:
     k: TopK = field(default_factory=TopK)
     fields: tuple[str, ...] = ("entropy",)
     name: str = field(default="cached teacher", compare=False)
+    context_length: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Manifest:
             identity = CacheIdentity(**named | {"k": TopK(**named["k"]), "fields": tuple(named["fields"])})
             shards = tuple(Shard(**shard) for shard in content["shards"])
             return cls(identity, shards, content["index_sha256"])
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise CacheError(
                 f"there is no cache of teacher scores at '{folder}' (it has no {MANIFEST}); expected a folder that "
                 "'spanwise cache' wrote. The path is probably misspelt, or the cache was not built yet. "

@@ -37,6 +37,7 @@ from spanwise.teachers.cache_store import (
 from spanwise.teachers.documents import Document, DocumentScores, document_key
 
 OPEN_SHARD = "{}.open"
+LOCK = ".lock"
 
 
 class CacheDiskError(OSError):
@@ -81,7 +82,7 @@ class CacheWriter:
         self.folder = Path(path)
         self.identity = identity
         self.shard_bytes = shard_bytes
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self._lock = _lock(self.folder)
         self._where: dict[bytes, tuple[int, int, int]] = {}
         self._file: int | None = None
@@ -96,7 +97,7 @@ class CacheWriter:
 
     def _open_or_start(self) -> None:
         if not (self.folder / MANIFEST).is_file():
-            strangers = [entry.name for entry in self.folder.iterdir() if entry.name != ".lock"]
+            strangers = [entry.name for entry in self.folder.iterdir() if entry.name != LOCK]
             if strangers:
                 raise CacheError(
                     f"'{self.folder}' is no cache of teacher scores but holds {', '.join(sorted(strangers)[:3])}; "
@@ -310,9 +311,22 @@ def frame_of(identity: CacheIdentity, key: bytes, tokens: int, scores: DocumentS
     return encode(key, tokens, kept)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a cache's folder where it is missing; one that cannot be written is refused."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644))
+    except OSError as error:
+        raise CacheError(
+            f"the cache's folder '{folder}' cannot be written ({error.strerror}); expected a folder on a disk with "
+            "room that this user may write to. A part of the path is probably a file, or another user's. Fix: name "
+            "another folder in cache.folder."
+        ) from error
+
+
 def _lock(folder: Path) -> int | None:
     """The kernel's lock on a folder; a killed writer frees it."""
-    file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    file = os.open(folder / LOCK, os.O_RDWR)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -43,6 +43,7 @@ class CachedTeacher:
         self.identity = self.manifest.identity
         self.name = self.identity.name
         self.vocab_size = self.identity.vocab_size
+        self.context_length = self.identity.context_length
         for what, wanted, found, shown in (
             ("tokenizer", tokenizer, self.identity.tokenizer, self.identity.tokenizer),
             ("teacher", teacher, self.identity.teacher, f"{self.identity.teacher} ({self.name})"),

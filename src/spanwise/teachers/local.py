@@ -30,6 +30,14 @@ def move_to_gpu(model: Any, *, device_map: Any = None) -> None:
         model.to("cuda")
 
 
+def most_positions(model: Any) -> int | None:
+    """How many tokens of a row a model has positions for; None where it does not say."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    return most
+
+
 class LocalTeacher:
     """Scores rows with a model that lies in this process.
 
@@ -47,6 +55,7 @@ class LocalTeacher:
         self.vocab_size = vocab_size
         self.name = name
         self.adapters_off = adapters_off
+        self.context_length = most_positions(model)
         head = model.get_output_embeddings()
         width = int(head.weight.shape[0]) if head is not None else vocab_size
         if width < vocab_size:

@@ -67,6 +67,7 @@ class ProcessTeacher:
         self.name = str(about["name"])
         self.vocab_size = int(about["vocab_size"])
         self.forms: frozenset[Form] = frozenset(about["forms"])
+        self.context_length: int | None = about.get("context_length")
 
     @classmethod
     def start(

@@ -72,7 +72,7 @@ def load_served(model: str, tokenizer: str | None, dtype: str, limits: tuple[int
     pieces: Any = load_tokenizer(tokenizer or model)
     teacher = LocalTeacher(loaded, vocab_size=len(pieces), name=model)
     top_k, request_bytes, batch_tokens = limits
-    context_length = int(getattr(loaded.config, "max_position_embeddings", None) or 1 << 20)
+    context_length = teacher.context_length or 1 << 20
     about = {
         "model": model_fingerprint(loaded),
         "tokenizer": tokenizer_fingerprint(pieces),

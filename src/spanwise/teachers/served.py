@@ -8,13 +8,13 @@ answered can be kept in a cache as it comes, so that nothing is asked twice, not
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +26,12 @@ from spanwise.teachers.cached import refuse_what_topk_lacks
 from spanwise.teachers.documents import Document, DocumentScores, documents_of, join_scores, keep_top
 from spanwise.teachers.precision import Precision, PrecisionTally
 from spanwise.teachers.scores import Form, TeacherScores
+from spanwise.teachers.served_options import Api, checked_options
 from spanwise.teachers.served_shapes import ServedScoresError, read_echo, read_sglang, read_vllm
 from spanwise.teachers.teacher import ScoreRequest
 
 logger = logging.getLogger(__name__)
 
-Api = Literal["vllm", "sglang", "echo"]
 READERS: dict[Api, Callable[[dict[str, Any], Sequence[int], int, int], DocumentScores]] = {
     "vllm": read_vllm,
     "sglang": read_sglang,
@@ -45,28 +45,6 @@ LONGEST_PAUSE = 5.0
 
 class TeacherUnreachableError(ConnectionError):
     """A server that did not answer within the patience it was given."""
-
-
-def checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of :class:`ServedTeacher` from a recipe; an unknown one is refused by name."""
-    known = list(inspect.signature(ServedTeacher.__init__).parameters)[3:]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(
-            f"teachers.options has {', '.join(unknown)}; expected names among {', '.join(known)}. The option is "
-            "probably misspelt, or one of from_pretrained, which a server does not take. Fix: correct or remove it."
-        )
-    return options
-
-
-def refuse_several_writers(options: Mapping[str, Any], processes: int) -> None:
-    """Refuse, before a server is asked, a run whose processes would all keep answers in one folder."""
-    if options.get("cache") is not None and processes > 1:
-        raise ValueError(
-            f"teachers.options.cache is '{options['cache']}' in a run of {processes} processes; expected one process, "
-            "since a cache has one writer. The recipe was probably written for one. Fix: leave options.cache out and "
-            "build the cache before the run: spanwise cache RECIPE; or run it in one process."
-        )
 
 
 class ServedTeacher:
@@ -105,6 +83,8 @@ class ServedTeacher:
         cache: str | os.PathLike[str] | None = None,
         mass: float = 1.0,
     ) -> None:
+        numbers = {"top_k": top_k, "temperature": temperature, "concurrency": concurrency, "timeout": timeout}
+        checked_options(numbers | {"patience": patience, "mass": mass, "api": api, "cache": cache, "model": model})
         self.url = url.rstrip("/").removesuffix("/v1")
         self.vocab_size = len(tokenizer)
         self.top_k = top_k
@@ -116,9 +96,11 @@ class ServedTeacher:
         self._writer: CacheWriter | None = None
         self._tally = PrecisionTally()
         try:
-            described = self._describe(model)
-            self.name = str(described["id"])
-            self.about: dict[str, Any] = described.get("spanwise") or {}
+            with self._reading("list of models"):
+                described = self._describe(model)
+                self.name = str(described["id"])
+                self.about: dict[str, Any] = dict(described.get("spanwise") or {})
+                self.context_length = _longest_prompt(described)
             self.api: Api = api or _api_of(str(described.get("owned_by")))
             self._check_server(tokenizer)
             self.identity = self._identity(tokenizer, mass)
@@ -173,14 +155,20 @@ class ServedTeacher:
 
     def _ask(self, document: Document) -> DocumentScores:
         ids = document.ids.tolist()
-        answer = self._post(ids, self.top_k)
+        with self._reading(f"{self.api} form of prompt log-probabilities"):
+            return READERS[self.api](self._post(ids, self.top_k), ids, self.top_k, self.vocab_size)
+
+    @contextlib.contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Say by name that an answer has another form, whatever stumbled over it."""
         try:
-            return READERS[self.api](answer, ids, self.top_k, self.vocab_size)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            yield
+        except ServedScoresError:
+            raise
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise ServedScoresError(
-                f"the answer of {self.url} cannot be read ({type(error).__name__}: {error}); expected the "
-                f"{self.api} form of prompt log-probabilities. The server is probably of another kind. "
-                "Fix: set teachers.options.api to vllm, sglang or echo."
+                f"the answer of {self.url} cannot be read ({type(error).__name__}: {error}); expected the {what}. The "
+                "server is probably of another kind. Fix: set teachers.options.api to vllm, sglang or echo."
             ) from error
 
     def _post(self, prompt: list[int] | str, top_k: int) -> dict[str, Any]:
@@ -284,15 +272,16 @@ class ServedTeacher:
                 "Fix: set loss.temperature to 1, or serve the model with spanwise serve."
             )
         ours = {tuple(tokenizer(PROBE, add_special_tokens=special)["input_ids"]) for special in (False, True)}
-        answer = self._post(PROBE, 1)
-        theirs = _echoed_ids(self.api, answer, ours)
+        with self._reading(f"{self.api} form of prompt log-probabilities"):
+            theirs = _echoed_ids(self.api, self._post(PROBE, 1), ours)
         if theirs not in ours:
             raise ServedScoresError(
                 f"the server at {self.url} reads {PROBE[:12]!r}… as {list(theirs)[:8]} and the tokenizer given as "
                 f"{list(min(ours, key=len))[:8]}; expected equal ids. The tokenizer is probably not that of "
                 f"{self.name}. Fix: name the served model's tokenizer in teachers.tokenizer."
             )
-        self._post(list(min(ours, key=len)), self.top_k)
+        with self._reading("form of a completions server"):
+            self._post(list(min(ours, key=len)), self.top_k)
 
     def precision(self) -> Precision | None:
         """What the scores that were given so far hold."""
@@ -339,6 +328,12 @@ def _echoed_ids(api: Api, answer: dict[str, Any], candidates: set[tuple[int, ...
 def _api_of(owner: str) -> Api:
     owners: dict[str, Api] = {"vllm": "vllm", "spanwise": "vllm", "sglang": "sglang"}
     return owners.get(owner, "echo")
+
+
+def _longest_prompt(described: dict[str, Any]) -> int | None:
+    """Tokens of a prompt that a server takes, as its model list says; most others want room for one token more."""
+    most = described.get("max_model_len")
+    return None if most is None else int(most) - ("spanwise" not in described)
 
 
 def _retry_after(header: str | None) -> float:

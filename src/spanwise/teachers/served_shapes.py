@@ -23,6 +23,7 @@ from spanwise.teachers.documents import DocumentScores
 
 LEAST_TAIL_MASS = 1e-9
 TOKEN_ID = "token_id:"
+SAID = ("log_tail", "entropy")
 
 # Entries of one position by falling log-probability: (id, logprob).
 Position = list[tuple[int, float]]
@@ -45,7 +46,9 @@ def read_vllm(choice: dict[str, Any], ids: Sequence[int], top_k: int, vocab_size
             [(int(name), _number(entry["logprob"], place)) for name, entry in entries.items() if _in_top(entry, top_k)]
         )
     said = choice.get("spanwise") or {}
-    return _assemble(positions, observed, top_k, vocab_size, said.get("log_tail"), said.get("entropy"))
+    tail, entropy = (_checked(said[key], ids[1:], f"spanwise.{key}") if said.get(key) else None for key in SAID)
+    tail = None if tail is None else [_number(value, place) for place, value in enumerate(tail, start=1)]
+    return _assemble(positions, observed, top_k, vocab_size, tail, entropy)
 
 
 def _in_top(entry: dict[str, Any], top_k: int) -> bool:
@@ -106,7 +109,7 @@ def _assemble(
     entropy: list[float] | None,
 ) -> DocumentScores:
     # Ids of a head wider than the tokenizer are about nothing: their mass joins the tail.
-    kept = [sorted((e for e in position if e[0] < vocab_size), key=_falling)[:top_k] for position in positions]
+    kept = [sorted((e for e in position if 0 <= e[0] < vocab_size), key=_falling)[:top_k] for position in positions]
     logp = np.asarray([value for position in kept for _, value in position], dtype=np.float64)
     counts = np.asarray([len(position) for position in kept], dtype=np.int64)
     place = np.repeat(np.arange(len(kept)), counts)

@@ -90,6 +90,17 @@ class Teacher(Protocol):
 
 
 @runtime_checkable
+class Bounded(Protocol):
+    """A teacher that knows how long its rows may be.
+
+    Attributes:
+        context_length: tokens of a row that it can read, of a cache those that it was built with; None: any.
+    """
+
+    context_length: int | None
+
+
+@runtime_checkable
 class AskedAhead(Protocol):
     """A teacher that gains from hearing of a request before its scores are needed."""
 

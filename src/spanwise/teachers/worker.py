@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from spanwise.teachers.process import SharedLogitsBuffer
-from spanwise.teachers.teacher import Teacher
+from spanwise.teachers.teacher import Bounded, Teacher
 from spanwise.teachers.worker_wire import (
     SHARED_FIELDS,
     VERSION,
@@ -68,7 +68,9 @@ class TeacherWorker:
 
     def _serve(self, connection: socket.socket) -> None:
         buffers: dict[str, SharedLogitsBuffer] = {}
-        about = {"name": self.teacher.name, "vocab_size": self.teacher.vocab_size, "forms": sorted(self.teacher.forms)}
+        teacher = self.teacher
+        about = {"name": teacher.name, "vocab_size": teacher.vocab_size, "forms": sorted(teacher.forms)}
+        about |= {"context_length": teacher.context_length} if isinstance(teacher, Bounded) else {}
         with connection, contextlib.suppress(PeerGoneError):
             send(connection, {"version": VERSION, "pid": os.getpid()} | about)
             while True:
@@ -141,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", help="hub name, folder or GGUF file")
     parser.add_argument("--tokenizer", help="default: the model's")
     parser.add_argument("--address", help="path of the socket; default: a fresh one")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--options", type=json.loads, default={}, help="more arguments of from_pretrained, as JSON")
     parser.add_argument("--attached", action="store_true", help="end when standard input does")
     given = parser.parse_args(arguments)
@@ -156,8 +158,9 @@ def main(arguments: list[str] | None = None) -> None:
     # A library's stray print must not reach the one line on standard output.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    signal.signal(signal.SIGTERM, leave)
-    signal.signal(signal.SIGINT, signal.SIG_IGN if given.attached else leave)
+    # A scheduler sends its signals to all processes of a job, and the student that still saves needs its teacher.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN if given.attached else leave)
     if given.attached:
         threading.Thread(target=lambda: (sys.stdin.buffer.read(), leave()), daemon=True).start()
     try:

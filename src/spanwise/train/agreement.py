@@ -32,7 +32,7 @@ def teacher_agreement(
 
     aligner = TokenAligner(student_tokenizer, teacher_tokenizer)
     tables = token_table(student_tokenizer), token_table(teacher_tokenizer)
-    windows = (window for text in documents for window in text_windows(text, window_bytes))
+    windows = (window for text in documents for window in text_windows(text, window_bytes) if window.strip())
     same = compared = 0
     while texts := list(islice(windows, batch_size)):
         sides = [_tokenize(texts, tokenizer) for tokenizer in (student_tokenizer, teacher_tokenizer)]

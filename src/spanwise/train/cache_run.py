@@ -24,13 +24,15 @@ from spanwise.spans.table import TokenTable, token_table, tokenizer_fingerprint
 from spanwise.teachers.cache_build import CacheProgress, build_cache
 from spanwise.teachers.cache_frame import TopK
 from spanwise.teachers.cache_store import CacheIdentity, Manifest
+from spanwise.teachers.cache_writer import make_folder
 from spanwise.teachers.fingerprint import model_fingerprint
 from spanwise.teachers.local import LocalTeacher
 from spanwise.teachers.process_teacher import ADDRESS
 from spanwise.teachers.served import ServedTeacher
 from spanwise.teachers.teacher import ScoreRequest, Teacher
 from spanwise.train import data as corpus
-from spanwise.train.distill import OWN_BASE, DistillTask, TaskRecipe, TeacherSection, make_teacher_term, scored_at
+from spanwise.train.distill import DistillTask, make_teacher_term, teacher_context
+from spanwise.train.distill_recipe import OWN_BASE, TaskRecipe, TeacherSection, scored_at
 from spanwise.train.distill_terms import TeacherTerm
 from spanwise.train.recipe import Recipe, without_secrets
 from spanwise.train.student import corpus_texts, student_tokenizer
@@ -53,6 +55,8 @@ def cache_teachers(recipe: Recipe) -> dict[str, Any]:
     wanted = to_be_cached(recipe)
     folder = Path(recipe.cache.folder or f"{recipe.output}.cache")
     paths = {place: folder / f"teacher-{place}" for place in wanted}
+    for path in paths.values():  # before a teacher is loaded
+        make_folder(path)
     if recipe.ray.workers:
         ray_cache: Any = importlib.import_module("spanwise.train.ray_cache")
         caches: list[dict[str, Any]] = ray_cache.cache_on_ray(recipe, paths)
@@ -155,6 +159,7 @@ def identity_of(
         k=TopK(min(recipe.cache.floor, cap), cap, recipe.cache.mass),
         fields=fields,
         name=without_secrets(section.source),
+        context_length=teacher_context(section, recipe, teacher),
     )
     return identity, device
 

@@ -2,7 +2,7 @@
 
 Files are read through ``datasets`` (memory-mapped Arrow), so memory does not grow with the corpus; the index of windows
 costs 24 bytes each. What is left out (rows without text) is counted by reason. Text documents may be cut into
-windows of bytes, at characters; held-out text is always whole documents.
+windows of bytes, at characters.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from spanwise.xtoken import rows as kinds
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-
-    from spanwise.train.recipe import Data
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +116,11 @@ def _load(reader: str, files: list[str], stream: bool) -> Any:
 def unreadable(file: str, reader: str, error: Exception) -> ValueError:
     """The error of a file that is not what its name says."""
     cause = error.__cause__ or error
+    if isinstance(cause, UnicodeDecodeError):
+        return ValueError(
+            f"{file} is no UTF-8 ({cause}); expected text in that encoding. It was probably written in another one. "
+            f"Fix: iconv -f ISO-8859-1 -t UTF-8 {file} > NEW, with the name of its encoding."
+        )
     first_line = (str(cause).strip() or "no reason given").splitlines()[0]
     # The reader counts blocks of a file, so the line is looked for here where that is cheap.
     line = _first_broken_line(Path(file)) if reader == "json" else None
@@ -135,30 +138,40 @@ def _first_broken_line(file: Path) -> int | None:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                if line.strip() and not isinstance(json.loads(line), dict):
+                row = json.loads(line) if line.strip() else {}
+                if not isinstance(row, dict):
                     return number
+                json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
             except ValueError:
                 return number
     return None
 
 
 def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str], place: int) -> dict[str, Any]:
-    """One row under our names; columns that are not mapped keep theirs."""
+    """One row under our names; columns that are not mapped keep theirs.
+
+    >>> rename_columns({"content": "a", "text": "b", "id": 3}, {"text": "content"}, 0)
+    {'id': 3, 'text': 'a'}
+    """
     missing = [theirs for theirs in columns.values() if theirs not in row]
     if missing:
         raise ValueError(
             f"row {place} has the columns {', '.join(row)}; expected {', '.join(missing)} (from data.columns). The "
             "name is probably misspelt. Fix: data.columns maps our name to the column's name, as in text: content."
         )
-    taken = {theirs: ours for ours, theirs in columns.items()}
-    return {taken.get(name, name): value for name, value in row.items()}
+    # A column that already has one of our names gives way to the one that was chosen.
+    given = {*columns, *columns.values()}
+    return {name: value for name, value in row.items() if name not in given} | {
+        ours: row[theirs] for ours, theirs in columns.items()
+    }
 
 
 def row_kind(row: Mapping[str, Any], place: int) -> str | None:
     """Which kind of row this is; None for one that has a kind's columns and nothing in them."""
     kind = kinds.row_kind(row)
     if kind is not None:
-        check_kind(row[kind], kind, place)
+        for column in kinds.ROW_KINDS[kind]:
+            check_kind(row[column], kind, place)
     elif not any(row.keys() >= set(columns) for columns in kinds.ROW_KINDS.values()):
         raise ValueError(
             f"row {place} has the columns {', '.join(row) or 'none'}; expected one of {kinds.KINDS_IN_WORDS}. The text "
@@ -181,13 +194,19 @@ def check_kind(value: Any, kind: str, place: int) -> None:
             f"row {place} has {value!r:.60} under text; expected a string. Another column was probably meant, or a "
             "number was written without quotes. Fix: data.columns.text=NAME names the column that holds the text."
         )
-    if kind == "messages":
+    if kind == "prompt" and not isinstance(value, str):
+        raise ValueError(
+            f"row {place} has {value!r:.60} under prompt or completion; expected strings. The rows are probably "
+            "conversations in two parts. Fix: join the turns of both into one list under messages."
+        )
+    if kind in ("messages", "message_log"):
         turns = value if isinstance(value, list) else [value]
-        wrong = next((turn for turn in turns if not isinstance(turn, dict) or turn.get("role") is None), None)
+        needed = "role" if kind == "messages" else "content"
+        wrong = next((turn for turn in turns if not isinstance(turn, dict) or turn.get(needed) is None), None)
         if wrong is not None:
             keys = ", ".join(wrong) if isinstance(wrong, dict) else f"{wrong!r:.60}"
             raise ValueError(
-                f"row {place} has a turn under messages with {keys}; expected a list of turns with role and content. "
+                f"row {place} has a turn under {kind} with {keys}; expected a list of turns with role and content. "
                 "The chat was probably written in another form (from and value, say), or as JSON text. Fix: rename the "
                 "keys of each turn to role and content."
             )
@@ -292,22 +311,39 @@ class StreamedRows(torch.utils.data.IterableDataset[dict[str, Any]]):
         shuffle_buffer: int,
         seed: int,
     ) -> None:
-        self.corpus = corpus.shuffle(seed=seed, buffer_size=shuffle_buffer)
         self.columns = dict(columns)
         self.window_bytes = window_bytes
         self.left_out = LeftOut()
+        self.corpus, self.shuffle_buffer, self.seed, self.epoch = corpus, shuffle_buffer, seed, 0
+        self._refuse_without_text(corpus)
+
+    def _refuse_without_text(self, corpus: Iterable[Any]) -> None:
+        """Read up to the first row that can be trained on: a stream of none would train nothing and say nothing."""
+        found = LeftOut()
+        for row in self._rows_and_reasons(corpus):
+            if not isinstance(row, str):
+                return
+            found.reasons[row] += 1
+        raise ValueError(
+            f"the stream holds no text (left out: {found}); expected at least one row to train on. The files are "
+            "probably empty, or the text is under another name. Fix: check them, or set data.columns."
+        )
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently in each epoch."""
-        self.corpus.set_epoch(epoch)
+        """Shuffle differently in each epoch.
+
+        Each reader counts its own: the epoch of a data set of ``datasets`` is one number for all reading processes.
+        """
+        self.epoch = epoch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for place, row in enumerate(carried(self._rows_and_reasons())):
+        shuffled = self.corpus.shuffle(seed=self.seed + 1_000_003 * self.epoch, buffer_size=self.shuffle_buffer)
+        for place, row in enumerate(carried(self._rows_and_reasons(shuffled))):
             yield {"idx": place, "loss_multiplier": 1.0} | row
 
-    def _rows_and_reasons(self) -> Iterator[dict[str, Any] | str]:
+    def _rows_and_reasons(self, corpus: Iterable[Any]) -> Iterator[dict[str, Any] | str]:
         """Every row, or the reason why it is left out."""
-        for document, raw in enumerate(readable(self.corpus)):
+        for document, raw in enumerate(readable(corpus)):
             row = rename_columns(raw, self.columns, document)
             kind = row_kind(row, document)
             if is_empty(row, kind):
@@ -326,11 +362,11 @@ def readable(corpus: Iterable[Any]) -> Iterator[Any]:
 
     try:
         yield from corpus
-    except (ArrowException, DatasetGenerationError) as error:
+    except (ArrowException, DatasetGenerationError, UnicodeDecodeError) as error:
         raise ValueError(
             f"the corpus could not be read on ({type(error).__name__}: {str(error).splitlines()[0]}); expected "
-            "complete files with the same columns in every row. One is probably cut off or malformed. Fix: read it "
-            "once without data.stream, which names the line."
+            "complete files in UTF-8 with the same columns in every row. One is probably cut off or malformed. "
+            "Fix: read it once as data.train without data.stream, which names the line."
         ) from error
 
 
@@ -352,42 +388,13 @@ def row_length(row: Mapping[str, Any]) -> int:
     return len(str(content).encode("utf-8", errors="surrogatepass"))
 
 
-def documents(source: str | Sequence[str], *, columns: Mapping[str, str], most: int | None = None) -> Iterator[str]:
-    """Whole held-out documents as text, one at a time. Turns of a chat are joined by blank lines."""
-    corpus: Iterable[Any] = open_corpus(source, stream=True)
-    for place, raw in enumerate(readable(corpus)):
-        if most is not None and place >= most:
-            return
-        row = rename_columns(raw, columns, place)
-        kind = row_kind(row, place)
-        if kind is None:
-            continue
-        if kind == "prompt":
-            yield str(row["prompt"]) + str(row["completion"])
-        elif kind == "text":
-            yield row["text"]
-        elif kind == "message_log":
-            yield "".join(str(turn["content"]) for turn in row["message_log"])
-        elif kind == "messages":
-            yield "\n\n".join(str(turn["content"]) for turn in row["messages"])
-        else:
-            raise ValueError(
-                f"held-out row {place} is of the kind '{kind}'; expected text, prompt/completion or messages. Bits per "
-                "byte are measured on text. Fix: name a held-out file with a text column in data.eval."
-            )
+def turn_text(turn: Mapping[str, Any]) -> str:
+    """What a turn of a chat says: of a list of parts their text, of a turn without content nothing.
 
-
-def check_held_out(section: Data) -> None:
-    """Refuse held-out text that cannot be measured, before hours of training instead of after them."""
-    if section.eval is None:
-        return
-    sources = [section.eval] if isinstance(section.eval, str) else section.eval
-    try:
-        if any(text.strip() for text in documents(section.eval, columns=section.columns)):
-            return
-    except (ValueError, FileNotFoundError) as error:
-        raise type(error)(f"data.eval: {error}") from error
-    raise ValueError(
-        f"data.eval ({', '.join(sources)}) holds no text; expected at least one document to measure on. It is probably "
-        "empty, or its text stands under another name. Fix: check the file, or set data.columns."
-    )
+    >>> turn_text({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]})
+    'what?'
+    """
+    content = turn.get("content")
+    if isinstance(content, (list, tuple)):
+        return "".join(str(part.get("text") or "") if isinstance(part, Mapping) else str(part) for part in content)
+    return "" if content is None else str(content)

@@ -10,12 +10,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from spanwise.batch import model_inputs
@@ -23,148 +23,21 @@ from spanwise.loading import load_model, load_tokenizer
 from spanwise.loss_parts import LossParts, Ratio
 from spanwise.spans.table import token_table, tokenizer_fingerprint
 from spanwise.teachers.cached import CachedTeacher
-from spanwise.teachers.local import LocalTeacher, move_to_gpu
+from spanwise.teachers.local import LocalTeacher, most_positions, move_to_gpu
 from spanwise.teachers.precision import Truncated
 from spanwise.teachers.process_teacher import ADDRESS, ProcessTeacher
-from spanwise.teachers.served import ServedTeacher, checked_options, refuse_several_writers
-from spanwise.teachers.teacher import Teacher
+from spanwise.teachers.served import ServedTeacher
+from spanwise.teachers.served_options import refuse_several_writers
+from spanwise.teachers.teacher import Bounded, Teacher
 from spanwise.train import data as corpus
-from spanwise.train.distill_terms import LOSS_NAMES, NEEDS_PROJECTION, LossFamily, TeacherTerm, make_term
-from spanwise.train.evaluation import measure
-from spanwise.train.fused_losses import fused_losses, last_hidden, unwrapped, verified_head, wants_fused
-from spanwise.train.recipe import Recipe, Section, without_secrets
-from spanwise.train.student import DTYPES, corpus_texts, student_model, student_tokenizer
+from spanwise.train.distill_recipe import OWN_BASE, TaskRecipe, TeacherSection, is_streamed, scored_at
+from spanwise.train.distill_terms import TeacherTerm, make_term
+from spanwise.train.evaluation import check_windows, measure, windows_of
+from spanwise.train.fused_losses import fused_losses, last_hidden, say_unfused, unwrapped, verified_head, wants_fused
+from spanwise.train.held_out import documents
+from spanwise.train.recipe import without_secrets
+from spanwise.train.student import DTYPES, check_context, corpus_texts, student_model, student_tokenizer
 from spanwise.train.task import ReportSection
-
-# The teacher that is the student itself with its adapters off.
-OWN_BASE = "base"
-
-
-def _or_its_name(schema: dict[str, Any]) -> None:
-    """Editors read the schema alone, which does not show that a family may be given by its name."""
-    schema["anyOf"] = [{"$ref": schema.pop("$ref")}, {"enum": list(LOSS_NAMES)}]
-
-
-class TeacherSection(Section):
-    """One teacher: exactly one of model, cache, url, process."""
-
-    model: str | None = Field(
-        None, description="Hub name, folder or GGUF file; 'base' is the student without adapters."
-    )
-    cache: str | None = Field(None, description="Folder written by spanwise cache.")
-    url: str | None = Field(None, description="An OpenAI-compatible server that returns prompt log-probabilities.")
-    process: str | None = Field(
-        None, description="A model that runs in a process of its own on this machine; or unix:PATH, a running worker."
-    )
-    tokenizer: str | None = Field(None, description="The teacher's tokenizer; default: the model's.")
-    fingerprint: str | None = Field(
-        None, description="Of the teacher a cache must be of, as spanwise cache says it; default: any."
-    )
-    projection: str | None = Field(
-        None, description="projected_kl, gold, h_kl: file made by spanwise project build; built when left out."
-    )
-    loss: LossFamily = Field(
-        LossFamily(), description="A name, or a mapping with its options.", json_schema_extra=_or_its_name
-    )
-    weight: float = Field(1.0, gt=0)
-    context_length: int | None = Field(
-        None, ge=2, description="Teacher tokens per row; default: four times the student's."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    options: dict[str, Any] = Field(
-        default_factory=dict, description="More arguments of from_pretrained or the client."
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _loss_by_name(cls, content: Any) -> Any:
-        if isinstance(content, dict) and isinstance(content.get("loss"), str):
-            return content | {"loss": {"name": content["loss"]}}
-        return content
-
-    @model_validator(mode="after")
-    def _one_source(self) -> TeacherSection:
-        sources = [name for name in ("model", "cache", "url", "process") if getattr(self, name)]
-        if len(sources) != 1:
-            raise ValueError(
-                f"has {' and '.join(sources) or 'none'} of model, cache, url, process; expected exactly one"
-            )
-        by_address = self.process is not None and self.process.startswith(ADDRESS)
-        if self.options and (self.cache or by_address):
-            raise ValueError(f"a {sources[0]} that was made before takes no options; take them out")
-        if self.tokenizer is None and (self.cache or self.url or by_address):
-            raise ValueError(f"a teacher from a {sources[0]} needs tokenizer; expected the teacher's tokenizer")
-        if self.fingerprint is not None and self.cache is None:
-            raise ValueError(f"fingerprint is compared with a cache's teacher and this is a {sources[0]}; take it out")
-        return self
-
-    @model_validator(mode="after")
-    def _projection_is_read(self) -> TeacherSection:
-        if self.projection is not None and self.loss.name not in NEEDS_PROJECTION:
-            readers = ", ".join(sorted(NEEDS_PROJECTION))
-            raise ValueError(f"the loss '{self.loss.name}' has no projection; expected one for {readers} only")
-        return self
-
-    @property
-    def source(self) -> str:
-        """What the teacher is called."""
-        return str(self.model or self.cache or self.url or self.process)
-
-
-class CacheSection(Section):
-    """What ``spanwise cache`` keeps of every position: as few tokens as reach the mass, within floor and cap."""
-
-    folder: str | None = Field(None, description="Where caches go, one folder per teacher; default: OUTPUT.cache.")
-    floor: int = Field(4, ge=1, description="Tokens kept at least.")
-    cap: int = Field(64, ge=1, le=65_535, description="Tokens kept at most.")
-    mass: float = Field(0.95, gt=0, le=1, description="Probability that is enough.")
-    batch_size: int = Field(8, ge=1, description="Rows per forward of the teacher.")
-
-    @model_validator(mode="after")
-    def _floor_below_cap(self) -> CacheSection:
-        if self.floor > self.cap:
-            raise ValueError(f"floor is {self.floor} and cap {self.cap}; expected floor ≤ cap")
-        return self
-
-
-class LossSection(Section):
-    """How the terms are added."""
-
-    kd_weight: float = Field(1.0, ge=0)
-    ce_weight: float = Field(1.0, ge=0)
-    temperature: float = Field(1.0, gt=0, description="Of every distillation term.")
-    dynamic: bool = Field(False, description="Multiply kd with |ce| / |kd| of the step before.")
-    fused: bool | None = Field(
-        None, description="Compute the losses inside the LM head; default: from 32,768 student tokens on."
-    )
-
-    @model_validator(mode="after")
-    def _something_is_trained(self) -> LossSection:
-        if not self.kd_weight and not self.ce_weight:
-            raise ValueError("kd_weight and ce_weight are both 0; expected at least one above 0")
-        return self
-
-
-class TaskRecipe(Recipe):
-    """A distillation run."""
-
-    task: Literal["distill"] = "distill"
-    teachers: list[TeacherSection] = Field(default_factory=list, description="None: plain cross entropy.")
-    loss: LossSection = LossSection()
-    cache: CacheSection = CacheSection()
-
-    @model_validator(mode="after")
-    def _teachers_fit_the_weights(self) -> TaskRecipe:
-        if self.teachers and not self.loss.kd_weight and not self.loss.ce_weight:
-            raise ValueError("nothing is trained on")
-        if not self.teachers and not self.loss.ce_weight:
-            raise ValueError("loss.ce_weight is 0 and there are no teachers; expected one of the two")
-        if self.ray.teachers and not any(is_streamed(section, self) for section in self.teachers):
-            raise ValueError("ray.teachers is set and no teacher is a model of its own; expected teachers.model")
-        for section in self.teachers:
-            if section.url is not None:
-                refuse_several_writers(section.options, self.ray.workers)
-        return self
 
 
 def build(recipe: TaskRecipe, folder: Path) -> DistillTask:
@@ -173,9 +46,22 @@ def build(recipe: TaskRecipe, folder: Path) -> DistillTask:
     texts = corpus_texts(corpus.rename_columns(row, recipe.data.columns, i) for i, row in enumerate(_rows(rows_corpus)))
     tokenizer = student_tokenizer(recipe.student, folder, texts)
     student = student_model(recipe.student, tokenizer)
+    check_context(student, recipe.data.context_length)
+    check_measurable(recipe, student, tokenizer)
     taught = list(recipe.teachers) if recipe.loss.kd_weight else []
     terms = [make_teacher_term(i, section, recipe, student, tokenizer) for i, section in enumerate(taught)]
     return DistillTask(recipe, student, tokenizer, terms, rows_corpus)
+
+
+def check_measurable(recipe: TaskRecipe, student: Any, tokenizer: Any) -> None:
+    """Cut held-out text into its windows once, so that what cannot be measured is not found out at step 500."""
+    how, most = recipe.eval, most_positions(student)
+    if recipe.data.eval is None:
+        return
+    texts = (text for text in documents(recipe.data.eval, columns=recipe.data.columns, most=how.documents) if text)
+    if most is None or most > how.window_bytes + 1:  # tokens have a byte each, so any window fits
+        texts = islice(texts, 1)
+    check_windows(student, windows_of(texts, tokenizer, window_bytes=how.window_bytes, stride_bytes=how.stride_bytes))
 
 
 def _rows(rows: Any) -> Iterable[Mapping[str, Any]]:
@@ -204,24 +90,14 @@ def make_teacher_term(
     )
 
 
-def is_streamed(section: TeacherSection, recipe: Recipe) -> bool:
-    """Whether a teacher has Ray actors of its own; a student's own base and what has a home already have none."""
-    return recipe.ray.teachers > 0 and section.model is not None and section.model != OWN_BASE
-
-
-def scored_at(section: TeacherSection, recipe: TaskRecipe) -> float:
-    """The temperature of a teacher's scores: the loss's, but ALM reads plain probabilities and applies its own."""
-    return 1.0 if section.loss.name == "alm" else recipe.loss.temperature
-
-
 def open_teacher(section: TeacherSection, student: Any, tokenizer: Any, *, temperature: float = 1.0) -> Teacher:
     """The source of scores that a recipe names; ``temperature`` is what a server is asked for."""
     if section.cache is not None:
         return CachedTeacher(section.cache, tokenizer=tokenizer_fingerprint(tokenizer), teacher=section.fingerprint)
     if section.url is not None:
         refuse_several_writers(section.options, int(os.environ.get("WORLD_SIZE", "1")))
-        options = {"temperature": temperature} | section.options
-        return ServedTeacher(section.url, tokenizer, **checked_options(options))
+        options: dict[str, Any] = {"temperature": temperature} | section.options
+        return ServedTeacher(section.url, tokenizer, **options)
     if section.process is not None and section.process.startswith(ADDRESS):
         return ProcessTeacher(section.process)
     if section.process is not None:
@@ -241,17 +117,34 @@ def open_teacher(section: TeacherSection, student: Any, tokenizer: Any, *, tempe
     return LocalTeacher(model, vocab_size=len(tokenizer), name=section.source)
 
 
-def make_collator(recipe: TaskRecipe, tokenizer: Any, taught: Sequence[Any]) -> Any:
-    """The collator of a run. ``taught`` has one entry per teacher, with index, teacher_tokenizer and aligner."""
+def teacher_context(section: TeacherSection, recipe: TaskRecipe, teacher: Teacher) -> int:
+    """Teacher tokens per row: the recipe's, else four times the student's within what the teacher can read.
+
+    A cache says at how many it was built; its documents are found again only when they are cut alike.
+    """
+    most = teacher.context_length if isinstance(teacher, Bounded) else None
+    wanted = section.context_length
+    if most is None or (wanted is not None and wanted <= most):
+        return wanted or 4 * recipe.data.context_length
+    if wanted is not None:
+        raise ValueError(
+            f"teachers.context_length is {wanted:,} for {teacher.name}, which takes {most:,} tokens; expected at most "
+            f"as many. It was probably set for another teacher. Fix: lower it to {most}, or leave it out."
+        )
+    return most if section.cache is not None else min(4 * recipe.data.context_length, most)
+
+
+def make_collator(recipe: TaskRecipe, tokenizer: Any, taught: Sequence[Any], lengths: Sequence[int]) -> Any:
+    """The collator of a run. ``taught`` has one entry per teacher, with teacher_tokenizer and aligner; so ``lengths``,
+    the teachers' tokens per row."""
     from spanwise.xtoken.collator import CrossTokenizerCollator
 
-    length = recipe.data.context_length
     return CrossTokenizerCollator(
         student_tokenizer=tokenizer,
         teacher_tokenizers=[one.teacher_tokenizer for one in taught],
         aligners=[one.aligner for one in taught],
-        ctx_length_student=length,
-        ctx_length_teachers=[recipe.teachers[one.index].context_length or 4 * length for one in taught],
+        ctx_length_student=recipe.data.context_length,
+        ctx_length_teachers=lengths,
         padding="longest",
         packing=recipe.data.packing,
         byte_offsets=True,
@@ -289,7 +182,8 @@ class DistillTask:
         }
         self.scaled_terms = frozenset(self.terms) if recipe.loss.dynamic else frozenset()
         self.embedding_learning_rate = recipe.student.embedding_learning_rate
-        self.collator = make_collator(recipe, tokenizer, terms)
+        lengths = [teacher_context(sections[term.index], recipe, term.teacher) for term in terms]
+        self.collator = make_collator(recipe, tokenizer, terms, lengths)
         self.train_rows = make_rows(recipe, rows)
         self._fused: bool | None = None
         special = torch.tensor(tokenizer.all_special_ids, dtype=torch.long)
@@ -355,8 +249,10 @@ class DistillTask:
         if self._fused is None:
             bare = unwrapped(model)
             wanted = wants_fused(self.recipe.loss.fused, self.terms, len(self.processing_class))
-            readable = wanted and isinstance(bare, type(self.model))
-            self._fused = readable and verified_head(bare, batch["input_ids"]) is not None
+            readable = isinstance(bare, type(self.model))
+            if wanted and not readable:
+                say_unfused(f"the student is wrapped in {type(bare).__name__}")
+            self._fused = wanted and readable and verified_head(bare, batch["input_ids"]) is not None
         return self._fused
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -372,7 +268,7 @@ class DistillTask:
         section, how = self.recipe.data, self.recipe.eval
         if section.eval is None:
             return {}
-        texts = corpus.documents(section.eval, columns=section.columns, most=how.documents)
+        texts = documents(section.eval, columns=section.columns, most=how.documents)
         return measure(
             model,
             self.processing_class,
@@ -424,6 +320,3 @@ class DistillTask:
         """Close every teacher."""
         for term in self.terms.values():
             term.teacher.close()
-
-
-__all__ = ["LOSS_NAMES", "DistillTask", "LossSection", "TaskRecipe", "TeacherSection", "build", "open_teacher"]

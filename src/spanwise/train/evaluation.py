@@ -13,6 +13,7 @@ Shapes: W windows in a batch, L their longest length, V vocabulary, N scored pos
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from spanwise.spans.table import TokenTable, token_table
+from spanwise.teachers.local import most_positions
 
 
 @dataclass(frozen=True)
@@ -130,34 +132,51 @@ def measure(
         stride_bytes: bytes by which windows advance.
         batch_size: windows per forward.
     """
-    table = token_table(tokenizer)
     size = len(tokenizer)
     was_training = model.training
     model.eval()
-    nats, hits, tokens, text_bytes, count = 0.0, 0, 0, 0, 0
-    seen = {"bytes": 0, "documents": 0}
+    nats, hits, tokens = 0.0, 0, 0
+    seen: Counter[str] = Counter()
     try:
-        for batch in _batches(_windows(documents, tokenizer, table, window_bytes, stride_bytes, seen), batch_size):
+        texts, sizes = _counted(documents, seen), {"window_bytes": window_bytes, "stride_bytes": stride_bytes}
+        windows = windows_of(texts, tokenizer, **sizes)
+        for batch in _batches(windows, batch_size):
             batch_nats, batch_hits, batch_tokens = _score(model, batch, size)
             nats, hits, tokens = nats + batch_nats, hits + batch_hits, tokens + batch_tokens
     finally:
         model.train(was_training)
-    text_bytes, count = seen["bytes"], seen["documents"]
     if not tokens:
         raise ValueError(
-            f"the held-out text has {count} documents and no token; expected text to measure on. The file is probably "
-            "empty or its text under another column. Fix: check data.eval and data.columns."
+            f"the held-out text has {seen['documents']} documents and no token; expected text to measure on. The file "
+            "is probably empty or its text under another column. Fix: check data.eval and data.columns."
         )
-    return Measured(nats, text_bytes, tokens, hits, count)
+    return Measured(nats, seen["bytes"], tokens, hits, seen["documents"])
 
 
-def _windows(
-    documents: Iterable[str], tokenizer: Any, table: TokenTable, window: int, stride: int, seen: dict[str, int]
-) -> Iterator[Window]:
+def _counted(documents: Iterable[str], seen: Counter[str]) -> Iterator[str]:
     for text in documents:
         seen["bytes"] += len(text.encode("utf-8", errors="surrogatepass"))
         seen["documents"] += 1
-        yield from document_windows(text, tokenizer, table, window_bytes=window, stride_bytes=stride)
+        yield text
+
+
+def windows_of(documents: Iterable[str], tokenizer: Any, *, window_bytes: int, stride_bytes: int) -> Iterator[Window]:
+    """The windows of every document, one document at a time."""
+    table = token_table(tokenizer)
+    for text in documents:
+        yield from document_windows(text, tokenizer, table, window_bytes=window_bytes, stride_bytes=stride_bytes)
+
+
+def check_windows(model: Any, windows: Iterable[Window]) -> None:
+    """Refuse windows that are longer than the model has positions for."""
+    most = most_positions(model)
+    for window in windows:
+        if most is not None and len(window.ids) > most:
+            raise ValueError(
+                f"a window of the held-out text has {len(window.ids)} tokens and the model has {most} positions; "
+                "expected windows that fit. The window is probably too long for this tokenizer. Fix: lower "
+                "eval.window_bytes."
+            )
 
 
 def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
@@ -174,8 +193,8 @@ def _batches(windows: Iterable[Window], size: int) -> Iterator[list[Window]]:
 def _score(model: Any, windows: list[Window], size: int) -> tuple[float, int, int]:
     """Summed nats, hits and scored tokens of a batch of windows."""
     device = next(model.parameters()).device
+    check_windows(model, windows)
     ids, mask = pad_windows(windows)
-    _check_positions(model, ids.shape[1])
     logits = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
     rows, columns = _scored_positions(windows)
     targets = ids[rows, columns].to(device)
@@ -211,15 +230,6 @@ def token_scores(logits: Float[Tensor, "N V"], targets: Int[Tensor, " N"]) -> tu
     return torch.cat(nats), torch.cat(hits)
 
 
-def _check_positions(model: Any, length: int) -> None:
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if most is not None and length > most:
-        raise ValueError(
-            f"a window of the held-out text has {length} tokens and the model has {most} positions; expected windows "
-            "that fit. The window is probably too long for this tokenizer. Fix: lower eval.window_bytes."
-        )
-
-
 def evaluate_model(
     model_source: str,
     *,
@@ -235,22 +245,26 @@ def evaluate_model(
     """What ``spanwise eval`` prints: bits_per_byte, next_token_accuracy, bytes, tokens (+ teacher_agreement)."""
     from spanwise.loading import load_model, load_tokenizer
     from spanwise.teachers.local import move_to_gpu
-    from spanwise.train import data as corpus
     from spanwise.train.agreement import teacher_agreement
-
-    tokenizer = load_tokenizer(tokenizer_source or model_source)
-    model: Any = load_model(model_source)
-    move_to_gpu(model)
+    from spanwise.train.held_out import documents as held_out
+    from spanwise.train.student import check_head
 
     def texts() -> Iterator[str]:
-        return corpus.documents(data, columns=columns or {}, most=documents)
+        return held_out(data, columns=columns or {}, most=documents)
 
-    sizes = {"window_bytes": window_bytes, "stride_bytes": stride_bytes, "batch_size": batch_size}
-    result = measure(model, tokenizer, texts(), **sizes).as_metrics()
+    # What is wrong with the text or the windows is said before a model is loaded.
+    tokenizer = load_tokenizer(tokenizer_source or model_source)
+    sizes = {"window_bytes": window_bytes, "stride_bytes": stride_bytes}
+    next(windows_of(texts(), tokenizer, **sizes), None)
+    model: Any = load_model(model_source)
+    check_head(model, tokenizer, "the model")
+    move_to_gpu(model)
+    result = measure(model, tokenizer, texts(), batch_size=batch_size, **sizes).as_metrics()
     if teacher_source is not None:
         teacher: Any = load_model(teacher_source)
-        move_to_gpu(teacher)
         teacher_tokenizer = load_tokenizer(teacher_source)
+        check_head(teacher, teacher_tokenizer, "the teacher")
+        move_to_gpu(teacher)
         result["teacher_agreement"] = teacher_agreement(
             model, tokenizer, teacher, teacher_tokenizer, texts(), window_bytes=window_bytes, batch_size=batch_size
         )

@@ -13,6 +13,7 @@ sharded again at once takes the plain path.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from spanwise.batch import model_inputs
 from spanwise.loss_parts import LossParts
 from spanwise.train.distill_terms import TeacherTerm
+from spanwise.train.sharding import is_sharded
 
 FUSABLE = frozenset({"prefix_kl", "projected_kl", "gold", "h_kl"})
 # Below this the logits are small and computing them once is faster than once per loss.
@@ -42,10 +44,17 @@ def verified_head(model: Any, input_ids: Tensor) -> Any:
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if "logits_to_keep" not in inspect.signature(inner.forward).parameters:
+        say_unfused(f"{type(inner).__name__} cannot leave its logits out (its forward takes no logits_to_keep)")
         return None
     if is_sharded(model) and not _is_whole_after_a_forward(model, input_ids[:1, :16]):
+        say_unfused("the head is sharded again right after the forward (fsdp_reshard_after_forward)")
         return None
     return checked_head(model, input_ids[:1, :16])
+
+
+def say_unfused(why: str) -> None:
+    """Warn that a run that wants its losses in the head computes whole logits."""
+    warnings.warn(f"the fused loss is not used: {why}; the plain one is, which holds whole logits", stacklevel=3)
 
 
 def _is_whole_after_a_forward(model: Any, input_ids: Tensor) -> bool:
@@ -137,8 +146,3 @@ def fused_losses(
 def unwrapped(model: nn.Module) -> Any:
     """The model inside DDP."""
     return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP has spread the parameters."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -130,7 +130,8 @@ def _distillation(recipe: distill.TaskRecipe, staging: Path) -> ClosedDistillati
     tokenizer = student_tokenizer(recipe.student, staging, corpus_texts(named))
     sections = recipe.teachers if recipe.loss.kd_weight else []
     taught = [_taught(place, section, tokenizer) for place, section in enumerate(sections)]
-    collator = distill.make_collator(recipe, tokenizer, taught)
+    lengths = [section.context_length or 4 * recipe.data.context_length for section in sections]
+    collator = distill.make_collator(recipe, tokenizer, taught, lengths)
     return ClosedDistillation(recipe, tokenizer, taught, collator, distill.make_rows(recipe, rows))
 
 

@@ -27,7 +27,8 @@ from spanwise.teachers.cache_store import CacheIdentity
 from spanwise.teachers.cache_writer import CacheWriter, frame_of
 from spanwise.teachers.documents import documents_of, split_scores
 from spanwise.train.cache_run import ProgressLine, identity_of, open_task, requests_of, to_be_cached, word_starts_of
-from spanwise.train.distill import DistillTask, TaskRecipe
+from spanwise.train.distill import DistillTask
+from spanwise.train.distill_recipe import TaskRecipe
 from spanwise.train.ray_cluster import Cluster, joined_cluster, stand, told_as_here
 
 # Micro-batches per block: what a killed actor costs at most, for each task it had.

@@ -22,7 +22,8 @@ from spanwise.dataplane import TransportDown
 REFUSALS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, FileNotFoundError, ModuleNotFoundError, TransportDown)
 }
-OBJECT_STORE_BYTES = 256 << 20  # losses, metrics and the recipe are all that passes through it
+# Losses, metrics and recipes pass through it, and a cache's finished blocks; Ray writes what is too much to disk.
+OBJECT_STORE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """A run on Ray workers: the same trainer, one rank per worker, through Ray's TorchTrainer.
 
 This process holds the output folder's lock and starts the workers; Ray gives each its rank and its process group, and
-starts all of them again when one dies, up to ``RETRIES`` times. A worker always continues the newest checkpoint of the
-folder, so a retry goes on from there and ends with the curve of a run that nothing happened to. Mistakes in the input
-are not tried again. SIGTERM comes to this process, which passes it on as a file; the workers save, and the run ends.
-The folder must be one that all workers see. About 20 s beyond the run itself.
+starts all of them again when one dies, up to ``RETRIES`` times. Checkpoints and their numbers are reported to Ray where
+they lie: the run's folder is Ray's experiment. A worker always continues the newest checkpoint of the folder, so a
+retry goes on from there and ends with the curve of a run that nothing happened to. Mistakes in the input are not tried
+again. SIGTERM comes to this process, which passes it on as a file; the workers save, and the run ends. The folder must
+be one that all workers see. About 20 s beyond the run itself.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from spanwise.train.run import Preempted, checkpoint_to_continue, run_in_folder
 from spanwise.train.run_folder import STAGING, RunFolder
 
 RETRIES = 3
-# Inside the folder's staging area, which the next run clears: what Ray writes, and what the workers say of themselves.
+# Inside the folder's staging area, which the next run clears: what the workers say of themselves.
 STATE = "ray"
 REFUSAL = "refusal.json"
 STOP = "stop"
+# What Ray writes into the folder. It may name checkpoints that have been rotated away, and is never continued from.
+RAYS_OWN = ("checkpoint_manager_snapshot.json", ".validate_storage_marker")
 # What a worker answers instead of a result when it was asked to stop.
 STOPPED_AT = "stopped_at"
 
@@ -75,7 +78,7 @@ def _attempts(cluster: Cluster, recipe: Recipe, job: dict[str, Any], state: Path
     for attempt in range(RETRIES + 1):
         try:
             with teacher_actors(recipe, cluster, job["recipe"]["output"]):
-                return _fit(cluster, recipe.ray.workers, job, state, name=f"run-{attempt}")
+                return _fit(cluster, recipe.ray.workers, job, state)
         except TransportDown as error:
             if attempt == RETRIES:
                 raise
@@ -84,28 +87,32 @@ def _attempts(cluster: Cluster, recipe: Recipe, job: dict[str, Any], state: Path
     raise AssertionError("the last attempt returns or raises")
 
 
-def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path, name: str) -> dict[str, Any]:
+def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path) -> dict[str, Any]:
     # As Any: the annotations of ray.train name the classes of both its versions.
     ray_train: Any = importlib.import_module("ray.train")
     torch_trainer: Any = importlib.import_module("ray.train.torch").TorchTrainer
+    folder = Path(job["recipe"]["output"])
     trainer = torch_trainer(
         work,
         train_loop_config=job,
         scaling_config=ray_train.ScalingConfig(num_workers=workers, use_gpu=cluster.has_gpus(workers)),
         run_config=ray_train.RunConfig(
-            name=name,
-            storage_path=str(state),
+            name=".",  # of the experiment below the path, so that this is the folder itself; Ray wants a name in ASCII
+            storage_path=str(folder),
             failure_config=ray_train.FailureConfig(max_failures=RETRIES),
         ),
     )
+    _clear_rays_own(folder)
     try:
         done: Any = trainer.fit()
     except ray_train.TrainingFailedError as error:
         _raise_refusal(state)
         raise RuntimeError(
             f"the run failed {RETRIES + 1} times; expected it to get through in one of them. The last time: {error} "
-            f"Fix: mend the cause and go on with --resume; the checkpoints are in '{state.parent.parent}'."
+            f"Fix: mend the cause and go on with --resume; the checkpoints are in '{folder}'."
         ) from error
+    finally:
+        _clear_rays_own(folder)
     _raise_refusal(state)
     result: dict[str, Any] = done.return_value
     if STOPPED_AT in result:
@@ -113,11 +120,22 @@ def _fit(cluster: Cluster, workers: int, job: dict[str, Any], state: Path, name:
     return result | {"workers": workers_of(state, workers)}
 
 
+def _clear_rays_own(folder: Path) -> None:
+    for name in RAYS_OWN:
+        (folder / name).unlink(missing_ok=True)
+
+
 def work(job: dict[str, Any]) -> dict[str, Any] | None:
     """One worker's part: its rank's share of every step. Ray has set the ranks in the environment and the group up."""
     stand(job["place"])
     folder = Path(job["recipe"]["output"])
     state = folder / STAGING / STATE
+    if not state.is_dir():
+        raise FileNotFoundError(
+            f"the worker on {socket.gethostname()} does not see the output folder '{folder}'; expected one on a disk "
+            "that all machines of the cluster share. It is probably a local folder of the machine that started the "
+            "run. Fix: name a shared folder in output."
+        )
     if (state / REFUSAL).is_file():
         return None
     from spanwise.train.ray_report import RayReport

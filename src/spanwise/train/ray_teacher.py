@@ -18,7 +18,8 @@ from spanwise.dataplane import open_client
 from spanwise.loading import load_tokenizer
 from spanwise.teachers.scores import TeacherScores
 from spanwise.teachers.teacher import ScoreRequest
-from spanwise.train.distill import TaskRecipe, TeacherSection, is_streamed, open_teacher
+from spanwise.train.distill import open_teacher
+from spanwise.train.distill_recipe import TaskRecipe, TeacherSection, is_streamed
 from spanwise.train.ray_cluster import Cluster, stand, told_as_here
 from spanwise.train.recipe import Recipe
 from spanwise.train.streamed_teacher import (

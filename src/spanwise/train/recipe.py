@@ -99,6 +99,15 @@ class Evaluation(Section):
     batch_size: int = Field(8, ge=1, description="Windows per forward.")
     documents: int | None = Field(None, ge=1, description="Measure the first N documents only.")
 
+    @model_validator(mode="after")
+    def _windows_leave_nothing_out(self) -> Evaluation:
+        if self.stride_bytes > self.window_bytes:
+            raise ValueError(
+                f"stride_bytes is {self.stride_bytes} and window_bytes {self.window_bytes}; expected a stride of at "
+                "most the window"
+            )
+        return self
+
 
 class RaySection(Section):
     """How many Ray workers run the job, and where."""
@@ -120,7 +129,7 @@ class Recipe(Section):
     """The keys that every task shares."""
 
     task: str
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     output: str = Field(description="Folder of the run: checkpoints, model, log.jsonl, report.html.")
     student: Student
     data: Data
@@ -338,6 +347,8 @@ def _explain(error: ValidationError, kind: type[Recipe], name: str) -> str:
         elif entry["type"] == "literal_error":
             nearest = did_you_mean(entry["input"], re.findall(r"'([^']+)'", entry["ctx"]["expected"]))
             lines.append(f"{where} is {entry['input']!r}; expected one of {entry['ctx']['expected']}{nearest}")
+        elif not where:  # of several sections together; the message names them
+            lines.append(entry["msg"].removeprefix("Value error, "))
         else:
             given = repr(without_secrets(entry["input"]))
             shown = given if len(given) <= 60 else f"{given[:57]}…"

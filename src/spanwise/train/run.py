@@ -73,8 +73,9 @@ def run_in_folder(
     from transformers.utils import logging as transformers_logging
 
     from spanwise.train.arguments import training_arguments
-    from spanwise.train.data import check_held_out
     from spanwise.train.data_workers import told_of_dead_workers
+    from spanwise.train.full_disk import told_of_a_full_disk
+    from spanwise.train.held_out import check_held_out
     from spanwise.train.preemption import Preemption
     from spanwise.train.progress import ProgressCallback
     from spanwise.train.run_log import RunLog
@@ -90,7 +91,7 @@ def run_in_folder(
     task: Any = module.build(recipe, folder)
     try:
         arguments = training_arguments(recipe, folder, has_evaluation=task.has_evaluation, best_metric=task.best_metric)
-        _check_room(folder, task.model)
+        _check_room(folder, task.model, merges=recipe.student.merge)
         first_rank = arguments.process_index == 0
         arguments.distributed_state.wait_for_everyone()  # no rank may still read what the first one now writes
         if first_rank:
@@ -101,11 +102,12 @@ def run_in_folder(
             log.rewind(-1)  # what a run that never reached a checkpoint wrote is trained again
         trainer = SpanwiseTrainer(task, arguments, log, [ProgressCallback(), *(callbacks or [])], preemption.asked)
         trainer.remove_callback(transformers.PrinterCallback)
-        with told_of_dead_workers(), preemption.listening():
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        if trainer.stopped:
-            raise Preempted(trainer.state.global_step)
-        return _finish(recipe, folder, trainer, task, seconds=time.time() - began)
+        with told_of_a_full_disk(folder), told_of_dead_workers():  # they live until the run ends
+            with preemption.listening():
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            if trainer.stopped:
+                raise Preempted(trainer.state.global_step)
+            return _finish(recipe, folder, trainer, task, seconds=time.time() - began)
     finally:
         task.close()
 
@@ -151,11 +153,16 @@ def refuse_another_run(earlier: dict[str, Any], recipe: Recipe) -> None:
         )
 
 
-def _check_room(folder: Path, model: Any) -> None:
-    """Refuse a disk that cannot hold two checkpoints (weights, and two fp32 moments per trained parameter)."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+def _check_room(folder: Path, model: Any, *, merges: bool) -> None:
+    """Refuse a disk that cannot hold two checkpoints (weights, and two fp32 moments per trained parameter).
+
+    Of a model with adapters a checkpoint holds these alone; merged at the end, all of it in fp32.
+    """
+    adapted = hasattr(model, "peft_config")
+    weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not adapted)
     moments = sum(p.numel() * 8 for p in model.parameters() if p.requires_grad)
-    needed, free = 2 * (weights + moments), shutil.disk_usage(folder).free
+    merged = sum(p.numel() * 4 for p in model.parameters()) if adapted and merges else 0
+    needed, free = 2 * (weights + moments) + merged, shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(
             f"the disk of '{folder}' has {free / 2**30:.2f} GiB free; expected at least {needed / 2**30:.2f} GiB for "

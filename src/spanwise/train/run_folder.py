@@ -109,14 +109,6 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def newest_checkpoint(self) -> Path | None:
-        """The verified checkpoint with the highest step, None where there is none yet."""
-        found = checkpoints(self.path)
-        if not found:
-            return None
-        verify_checkpoint(found[-1])
-        return found[-1]
-
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders by ascending step."""
@@ -167,21 +159,29 @@ def verify_checkpoint(folder: Path) -> None:
             f"the checkpoint '{folder}' has no {MANIFEST}; expected one that Spanwise wrote. It was probably written "
             f"by another tool or copied in part. {fix}"
         )
-    entries = json.loads(manifest.read_text())["files"]
-    for name, entry in entries.items():
+    try:
+        entries = {
+            name: (int(e["bytes"]), str(e["sha256"])) for name, e in json.loads(manifest.read_text())["files"].items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{manifest} cannot be read ({type(error).__name__}: {error}); expected what Spanwise wrote. The disk or a "
+            f"copy probably damaged it. {fix}"
+        ) from error
+    for name, (size, digest) in entries.items():
         file = folder / name
         if not file.is_file():
             raise ValueError(
                 f"the checkpoint '{folder}' lacks {name}; expected every file of its manifest, the optimizer's state "
                 f"included. It was probably cleaned up by hand. {fix}"
             )
-        if file.stat().st_size != entry["bytes"] or file_digest(file) != entry["sha256"]:
+        if file.stat().st_size != size or file_digest(file) != digest:
             raise ValueError(
-                f"{file} differs from what was written ({file.stat().st_size:,} bytes, expected {entry['bytes']:,} "
-                f"with sha256 {entry['sha256'][:12]}…). The disk or a copy probably damaged it. {fix}"
+                f"{file} differs from what was written ({file.stat().st_size:,} bytes, expected {size:,} "
+                f"with sha256 {digest[:12]}…). The disk or a copy probably damaged it. {fix}"
             )
     if not any(name.split("/")[0] in OPTIMIZER_NAMES for name in entries):
         raise ValueError(
             f"the checkpoint '{folder}' holds no optimizer state; expected one, since without it the run would not "
-            f"continue but start its optimizer anew. It was probably saved with save_only_model. {fix}"
+            f"continue but start its optimizer anew. It was probably put together by hand. {fix}"
         )

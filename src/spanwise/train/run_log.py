@@ -6,6 +6,7 @@ Continuing a run first drops the lines after the checkpoint it continues from, s
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ class RunLog:
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
+
+    def last_steps(self, count: int) -> list[dict[str, Any]]:
+        """The newest ``count`` lines of steps, oldest first; O(lines since then)."""
+        newest = islice((entry for entry in reversed(self.entries) if entry["kind"] == "step"), count)
+        return list(newest)[::-1]
 
     def curve(self, name: str, kind: str = "step") -> list[tuple[float, float]]:
         """(step, value) of every line of that kind that has the name."""

@@ -10,6 +10,7 @@ A stream is dealt out in the same way, in its own order; its rows learn their pl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,11 +66,11 @@ class StepSampler(Sampler[list[Place]]):
         return -(-self.rows // group) * self.ranks
 
     def __iter__(self) -> Iterator[list[Place]]:
-        places = [(row, self.epoch, position) for position, row in enumerate(self.order().tolist())]
-        missing = len(self) * self.batch_size - len(places)
-        places += [(0, self.epoch, BLANK)] * missing
-        for start in range(0, len(places), self.batch_size):
-            yield places[start : start + self.batch_size]
+        order, epoch = self.order(), self.epoch
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            rows = order[start : start + self.batch_size].tolist()
+            blanks = self.batch_size - len(rows)
+            yield [(row, epoch, start + offset) for offset, row in enumerate(rows)] + [(0, epoch, BLANK)] * blanks
 
     def order(self) -> torch.Tensor:
         """The epoch's order of rows."""
@@ -103,32 +104,31 @@ class PlacedRows(Dataset[dict[str, Any]]):
 
 
 class WholeSteps(IterableDataset[dict[str, Any]]):
-    """A stream whose epoch ends with a whole optimizer step, and whose rows know where they stand.
+    """A stream without an end, each of whose epochs ends with a whole optimizer step; rows know where they stand.
 
-    accelerate deals a stream's rows to the ranks in turn and completes the last batch with the first rows, which would
-    be trained on and counted twice; and what is left of an accumulated step would be added to the next epoch's first.
-    With several data workers each reads and completes its own part, so the order is that of as many workers.
+    The trainer cannot know how long a stream is. It would look for the place to continue a run within the first epoch;
+    accelerate would complete an epoch's last batch with its first rows, which would be trained on twice; and what is
+    left of an accumulated step would be added to the next epoch's first. With several data workers each reads and
+    completes its own part, so the order is that of as many workers.
 
     Args:
-        rows: the stream; rows may carry counts of what was left out.
+        rows: the stream, with ``set_epoch``; rows may carry counts of what was left out.
         step_size: rows per optimizer step, over all ranks and micro-batches.
     """
 
     def __init__(self, rows: Any, step_size: int) -> None:
-        self.rows, self.step_size, self.epoch = rows, step_size, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle differently in each epoch."""
-        self.epoch = epoch
-        self.rows.set_epoch(epoch)
+        self.rows, self.step_size = rows, step_size
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         first, apart = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        count, row = 0, None
-        for count, row in enumerate(self.rows, 1):
-            yield row | {"epoch": self.epoch, "position": first + apart * (count - 1)}
-        if row is not None:
+        for epoch in itertools.count():
+            self.rows.set_epoch(epoch)
+            count, row = 0, None
+            for count, row in enumerate(self.rows, 1):
+                yield row | {"epoch": epoch, "position": first + apart * (count - 1)}
+            if row is None:  # a worker for which there is no file
+                return
             content = {name: value for name, value in row.items() if name != CARRIED}
-            blank = content | {"epoch": self.epoch, "position": BLANK, "loss_multiplier": 0.0}
+            blank = content | {"epoch": epoch, "position": BLANK, "loss_multiplier": 0.0}
             yield from (blank for _ in range(-count % self.step_size))

@@ -27,7 +27,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from spanwise.dataplane import open_client
-from spanwise.dataplane.codec import nested_from_rows, nested_parts
+from spanwise.dataplane.nested import nested_from_rows, nested_parts
 from spanwise.teachers.process_teacher import DeadTeacherError
 from spanwise.teachers.scores import Form, TeacherScores
 from spanwise.teachers.teacher import ScoreRequest, SharedPick

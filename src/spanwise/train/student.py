@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from spanwise.loading import load_model, load_tokenizer
-from spanwise.train.data import check_kind, readable
+from spanwise.teachers.local import most_positions
+from spanwise.train.data import readable, row_kind, turn_text
 from spanwise.train.model_config import model_config
 from spanwise.train.recipe import Student, TokenizerFromCorpus
 
@@ -113,17 +114,28 @@ def fresh_model(fields: dict[str, Any], tokenizer: Any, dtype: str = "float32") 
     return AutoModelForCausalLM.from_config(model_config(fields, defaults), dtype=DTYPES[dtype])
 
 
-def check_head(model: Any, tokenizer: Any) -> None:
+def check_head(model: Any, tokenizer: Any, whose: str = "the student") -> None:
     """Refuse a head narrower than the tokenizer; say once that a wider one is cut."""
     width, size = int(model.get_output_embeddings().weight.shape[0]), len(tokenizer)
     if width < size:
         raise ValueError(
-            f"the student's head scores {width:,} tokens and its tokenizer has {size:,}; expected a head at least as "
+            f"{whose}'s head scores {width:,} tokens and its tokenizer has {size:,}; expected a head at least as "
             "wide. The tokenizer is probably another model's. Fix: use the model's own tokenizer, or move the model "
             "onto this one first: spanwise swap MODEL TOKENIZER -o OUT."
         )
     if width > size:
-        logger.info("the student's head scores %d tokens and is cut to the tokenizer's %d", width, size)
+        logger.info("%s's head scores %d tokens and is cut to the tokenizer's %d", whose, width, size)
+
+
+def check_context(model: Any, length: int) -> None:
+    """Refuse rows that are longer than the model has positions for."""
+    most = most_positions(model)
+    if most is not None and length > most:
+        raise ValueError(
+            f"data.context_length is {length:,} and the student has {most:,} positions; expected rows that fit. One of "
+            f"them was probably left at its default. Fix: set data.context_length to {most} or less, or give the "
+            "student more positions (student.options.max_position_embeddings, student.model.max_position_embeddings)."
+        )
 
 
 def with_adapters(model: Any, fields: dict[str, Any]) -> Any:
@@ -141,7 +153,13 @@ def with_adapters(model: Any, fields: dict[str, Any]) -> Any:
             f"student.peft has a field that peft.LoraConfig does not know ({error}); expected its fields, as r, "
             "lora_alpha, target_modules. Fix: see the documentation of peft.LoraConfig."
         ) from error
-    adapted: Any = get_peft_model(model, config)
+    try:
+        adapted: Any = get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(
+            f"student.peft does not fit the student ({str(error).splitlines()[0]}); expected modules that it has. The "
+            "names are probably another family's. Fix: target_modules: all-linear, or names of its linear layers."
+        ) from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             # Half-precision weights lose small updates; what is trained is kept in float32 (autocast computes in half).
@@ -157,12 +175,10 @@ def merged(model: Any) -> Any:
 def corpus_texts(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """The text of rows of any kind, for training a tokenizer."""
     for place, row in enumerate(readable(rows)):
-        if row.get("text"):
-            check_kind(row["text"], "text", place)
+        kind = row_kind(row, place)
+        if kind == "text":
             yield row["text"]
-        for key in ("messages", "message_log"):
-            for turn in row.get(key) or []:
-                if isinstance(turn.get("content"), str):
-                    yield turn["content"]
-        if row.get("prompt"):
-            yield str(row["prompt"]) + str(row.get("completion") or "")
+        elif kind in ("messages", "message_log"):
+            yield from map(turn_text, row[kind])
+        elif kind == "prompt":
+            yield row["prompt"] + row["completion"]

@@ -26,12 +26,24 @@ RESERVED_ARGUMENTS = {
     "do_train": None,
     "do_eval": None,
     "do_predict": None,
+    "per_device_eval_batch_size": "eval.batch_size",
+    "metric_for_best_model": "the task's own measure",
+    "greater_is_better": "the task's own measure",
 }
-AT_LEAST_ONE = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-)
+MEASURED = "a task measures by itself, as the section eval says"
+# What transformers would do and this trainer does not, so that nobody believes that it was done.
+WITHOUT_EFFECT = {
+    "label_smoothing_factor": "the losses take none",
+    "save_only_model": "every checkpoint can be continued from; save_total_limit says how many are kept",
+    "dataloader_drop_last": "the last step is completed with rows that count nothing",
+    "dataloader_in_order": "the order of rows is the same in every run of a recipe",
+    "length_column_name": "lengths are measured",
+    "eval_accumulation_steps": MEASURED,
+    "prediction_loss_only": MEASURED,
+    "batch_eval_metrics": MEASURED,
+    "include_for_metrics": MEASURED,
+}
+AT_LEAST_ONE = ("per_device_train_batch_size", "gradient_accumulation_steps")
 ABOVE_ZERO = ("num_train_epochs", "logging_steps", "save_steps", "eval_steps")
 NOT_NEGATIVE = ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm")
 KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
@@ -44,6 +56,8 @@ def wrong_arguments(arguments: Mapping[str, Any]) -> list[str]:
     for name, value in arguments.items():
         if name in RESERVED_ARGUMENTS:
             wrong.append(f"'{name}' is set by {RESERVED_ARGUMENTS[name] or 'the trainer itself'}; take it out")
+        elif name in WITHOUT_EFFECT:
+            wrong.append(f"'{name}' has no effect here ({WITHOUT_EFFECT[name]}); take it out")
         elif name not in kinds:
             wrong.append(f"'{name}' is not one of TrainingArguments{did_you_mean(name, kinds)}")
         elif not _is_of(value, kinds[name]):

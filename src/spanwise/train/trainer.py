@@ -6,8 +6,7 @@ What it changes, and why:
   for integer counts per term, sums them over the micro-batches of the step and over data-parallel ranks before the
   first forward, and gives each term ``scale = weight / count``. DDP averages gradients over ranks, so the loss is
   multiplied by their number.
-- **Checkpoints** are staged, given a manifest and renamed (``run_folder``); the optimizer's state and our own are in
-  them, no pickled arguments are.
+- **Checkpoints** are complete or absent (``checkpointing``), and uploads send what lies in the folder (``hub``).
 - **Left out.** What collators leave out is counted over all batches and ranks, and goes on counting when a run is
   continued.
 - **Log.** Every step leaves one JSON line with each term's mean, count and the rest, reduced over ranks.
@@ -15,41 +14,32 @@ What it changes, and why:
 
 from __future__ import annotations
 
-import json
 import resource
-import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import HubStrategy, rotate_checkpoints
-from transformers.utils.hub import PushInProgress, hf_api
+from transformers import TrainerCallback, TrainingArguments
 
 from spanwise.loss_parts import LossParts, Ratio, merge_metrics
+from spanwise.train.checkpointing import CheckpointingTrainer
+from spanwise.train.data_workers import outlive_sigterm
 from spanwise.train.left_out import CarryingCollator
-from spanwise.train.run_folder import NOT_A_MODEL, NOT_SHARED, STAGING, linked_copy, publish_checkpoint
 from spanwise.train.run_log import RunLog
 from spanwise.train.sampler import PlacedRows, StepSampler, WholeSteps
+from spanwise.train.sharding import shard_by_decoder_layers
 from spanwise.train.task import Task
 
-STATE_NAME = "spanwise_state.json"
-UPLOADS = "uploads"
-# Every file that from_pretrained would take for weights.
-WEIGHTS = ("adapter_*", "model*.safetensors", "model*.safetensors.index.json")
 # Dynamic scaling multiplies kd with |ce| / |kd| of the step before; a teacher that says almost nothing (kd near 0) must
 # not blow the loss up.
 LARGEST_RATIO = 1e4
 
 
-class SpanwiseTrainer(Trainer):
+class SpanwiseTrainer(CheckpointingTrainer):
     """Trains a :class:`~spanwise.train.task.Task`.
 
     Args:
@@ -82,7 +72,6 @@ class SpanwiseTrainer(Trainer):
             callbacks=callbacks,
         )
         self.task = task
-        self.folder = Path(str(args.output_dir))
         self.run_log = log
         self.asked_to_stop = asked_to_stop
         self.stopped = False  # because it was asked to, on some rank
@@ -99,6 +88,8 @@ class SpanwiseTrainer(Trainer):
         self._step_began = time.perf_counter()
         self._last_finished = -1
         self._sampler: StepSampler | None = None
+        if self.is_fsdp_enabled:
+            shard_by_decoder_layers(self.accelerator.state.fsdp_plugin, task.model)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -126,10 +117,15 @@ class SpanwiseTrainer(Trainer):
             rows,
             **batches,
             collate_fn=self.data_collator,
+            # Else every start of a loader would draw from the numbers that dropout uses, and when it starts depends on
+            # how rows are read.
+            generator=torch.Generator().manual_seed(self.args.seed),
+            worker_init_fn=outlive_sigterm,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
         )
         return self.accelerator.prepare(loader)
 
@@ -250,7 +246,7 @@ class SpanwiseTrainer(Trainer):
     def _finish_step(self, grad_norm: Tensor | float | None, learning_rate: float | None) -> None:
         """Reduce the step's sums, write its line, set the next step's dynamic ratio."""
         self._last_finished = self.state.global_step
-        means = self._reduced_means()
+        means, tokens = self._reduced()
         scales = self.scales()
         step_seconds = max(time.perf_counter() - self._step_began, 1e-9)
         self.seconds += step_seconds
@@ -260,7 +256,7 @@ class SpanwiseTrainer(Trainer):
             **self.task.derived(means),
             **{f"{term}_count": self._counts[term] for term in self.terms},
             **self._reduced_metrics(),
-            "tokens_per_second": self._tokens / step_seconds,
+            "tokens_per_second": tokens / step_seconds,
             "seconds": self.seconds,
             "learning_rate": learning_rate,
             "grad_norm": None if grad_norm is None else float(grad_norm),
@@ -271,14 +267,16 @@ class SpanwiseTrainer(Trainer):
             self.dynamic_ratio = self._next_ratio(means)
         self.run_log.write("step", self.state.global_step, line)
 
-    def _reduced_means(self) -> dict[str, float]:
+    def _reduced(self) -> tuple[dict[str, float], float]:
+        """Each term's mean and the number of tokens read, over all ranks."""
         sums = [self._sums[term] for term in self.terms]
         # The wish to stop travels with the sums: a rank that saved alone would wait for the others for ever.
-        asked = torch.tensor(float(self.asked_to_stop()), device=sums[0].device)
-        *reduced, wishes = self._sum_over_ranks(torch.stack([*sums, asked])).tolist()
+        beside = torch.tensor([float(self._tokens), float(self.asked_to_stop())], device=sums[0].device)
+        *reduced, tokens, wishes = self._sum_over_ranks(torch.cat([torch.stack(sums), beside])).tolist()
         if wishes:
             self._save_and_stop()
-        return {term: value / max(self._counts[term], 1.0) for term, value in zip(self.terms, reduced, strict=True)}
+        means = {term: value / max(self._counts[term], 1.0) for term, value in zip(self.terms, reduced, strict=True)}
+        return means, tokens
 
     def _save_and_stop(self) -> None:
         self.stopped = True
@@ -307,7 +305,7 @@ class SpanwiseTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Give the trackers what the run's log says about the steps since they last heard."""
         if "loss" in logs:
-            steps = [entry for entry in self.run_log.entries if entry["kind"] == "step"][-self._steps_since_log() :]
+            steps = self.run_log.last_steps(self._steps_since_log())
             names = {name for entry in steps for name, value in entry.items() if isinstance(value, float)}
             for name in sorted(names - {"step", "grad_norm", "learning_rate"}):
                 values = [entry[name] for entry in steps if entry.get(name) is not None]
@@ -335,152 +333,30 @@ class SpanwiseTrainer(Trainer):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        name = f"checkpoint-{self.state.global_step}"
-        folder = self.folder
-        staged = folder / STAGING / name
-        self.store_flos()
-        self.save_model(str(staged), _internal_call=True)
-        if self.state.best_global_step:
-            best = folder / f"checkpoint-{self.state.best_global_step}"
-            if best.name == name or best.is_dir():
-                self.state.best_model_checkpoint = str(best)
-        self._save_optimizer_and_scheduler(str(staged))
-        self._save_scaler(str(staged))
-        self._save_rng_state(str(staged))
+    def own_state(self) -> dict[str, Any]:
+        """The dynamic ratio, the time spent and what was left out so far."""
         left_out = self._left_out_in_batches()
-        if self.args.should_save:
-            self._export_callbacks()
-            self.state.save_to_json(str(staged / "trainer_state.json"))
-            ours = {"version": 1, "dynamic_ratio": self.dynamic_ratio, "seconds": self.seconds, "left_out": left_out}
-            (staged / STATE_NAME).write_text(json.dumps(ours))
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            publish_checkpoint(staged, folder / name)
-            rotate_checkpoints(
-                output_dir=str(folder),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-            )
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(folder / name))
+        return {"dynamic_ratio": self.dynamic_ratio, "seconds": self.seconds, "left_out": left_out}
 
-    def _export_callbacks(self) -> None:
-        kept: Any = self.state.stateful_callbacks  # by name once the state is set up, whatever its annotation says
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                name, exported = type(callback).__name__, callback.state()
-                if isinstance(kept.get(name), list):
-                    kept[name].append(exported)
-                else:
-                    kept[name] = exported
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model as transformers loads it: a sharded one is gathered, but for checkpoints that hold its shards."""
-        if self.is_fsdp_enabled and not _internal_call:
-            state = gathered_state(self.task.model, keep=self.args.should_save)
-            if self.args.should_save:
-                self._save(output_dir, state)
-        else:
-            super().save_model(output_dir, _internal_call=True)  # else it would push a folder that is not complete
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        # The stock trainer pickles its arguments; the resolved recipe says the same and cannot run code.
-        Path(output_dir or self.folder, "training_args.bin").unlink(missing_ok=True)
-
-    # -- the hub -----------------------------------------------------------------------------------------------------
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Upload the run's folder as it lies: model, tokenizer, card, report and log; the stock push saves anew.
-
-        Weights that a push during training left are taken away: adapters would be loaded on top of merged weights.
-        """
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        if not self.is_world_process_zero():
-            return None
-        self._finish_current_push()
-        shutil.rmtree(self.folder / STAGING / UPLOADS, ignore_errors=True)
-        upload: Any = hf_api().upload_folder
-        return upload(
-            repo_id=self.hub_model_id,
-            folder_path=str(self.folder),
-            commit_message=commit_message,
-            token=token or self.args.hub_token,
-            revision=revision or self.args.hub_revision,
-            run_as_future=not blocking,
-            ignore_patterns=list(NOT_SHARED),
-            delete_patterns=list(WEIGHTS),
-        )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Upload a checkpoint's model; the stock push copies it into the run's folder first, pickled arguments too."""
-        strategy = self.args.hub_strategy
-        if not self.is_world_process_zero() or strategy == HubStrategy.END:
-            return
-        before: Any = [] if self.push_in_progress is None else self.push_in_progress.jobs
-        pending = [job for job in before if not job.done()]
-        if pending and not self.args.hub_always_push:
-            return
-        if not pending:
-            shutil.rmtree(self.folder / STAGING / UPLOADS, ignore_errors=True)
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        name = Path(checkpoint_folder).name
-        # The checkpoint itself may be rotated away before the upload is through.
-        linked = linked_copy(Path(checkpoint_folder), self.folder / STAGING / UPLOADS / name)
-        common: dict[str, Any] = {
-            "repo_id": self.hub_model_id,
-            "folder_path": str(linked),
-            "commit_message": f"Training in progress, step {self.state.global_step}",
-            "token": self.args.hub_token,
-            "revision": self.args.hub_revision,
-            "run_as_future": True,
-        }
-        jobs = [hf_api().upload_folder(**common, ignore_patterns=[*NOT_SHARED, *NOT_A_MODEL])]
-        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            place = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else name
-            jobs.append(hf_api().upload_folder(**common, path_in_repo=place))
-        uploads: Any = [*pending, *jobs]  # annotated as one future, used as a list of them
-        self.push_in_progress = PushInProgress(uploads)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            state = json.loads(Path(checkpoint, STATE_NAME).read_text())
-            self.dynamic_ratio, self.seconds = float(state["dynamic_ratio"]), float(state["seconds"])
-            # The sum of all ranks goes on with the first one.
-            self._left_out = Counter(state["left_out"]) if self.args.process_index == 0 else Counter()
-            self.run_log.rewind(self.state.global_step)
-            self._last_finished = self.state.global_step
+    def take_up(self, state: dict[str, Any]) -> None:
+        """Go on counting where the checkpoint was, and forget the log's lines behind it."""
+        self.dynamic_ratio, self.seconds = float(state["dynamic_ratio"]), float(state["seconds"])
+        # The sum of all ranks goes on with the first one.
+        self._left_out = Counter(state["left_out"]) if self.args.process_index == 0 else Counter()
+        self.run_log.rewind(self.state.global_step)
+        self._last_finished = self.state.global_step
 
 
 def _tokens_in(batch: Mapping[str, Any]) -> int:
+    """The real tokens of a batch; rows that only complete it are not counted where the batch says so row by row."""
     for name in ("token_mask", "attention_mask"):
         mask = batch.get(name)
         if isinstance(mask, Tensor) and mask.ndim == 2:
-            return int((mask != 0).sum())
+            counted = batch.get("sample_mask")
+            if isinstance(counted, Tensor) and counted.shape == mask.shape[:1] and "segment_ids" not in batch:
+                mask = mask[counted > 0]
+            return int(mask.count_nonzero())
     return int(batch["input_ids"].numel()) if "input_ids" in batch else 0
-
-
-def gathered_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Every tensor of a sharded model, whole and on the CPU; {} on ranks that keep none. All must take part."""
-    state: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if keep:
-            state[name] = whole.cpu()
-    return state
 
 
 def peak_memory_mb() -> float:

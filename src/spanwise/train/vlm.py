@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -29,11 +29,14 @@ from spanwise.train import data as corpus
 from spanwise.train.digits import DIGITS, digit_rows
 from spanwise.train.model_config import model_config
 from spanwise.train.recipe import Recipe, Section, TokenizerFromCorpus
+from spanwise.train.sharding import zero_for_all
 from spanwise.train.student import DTYPES, with_adapters
 from spanwise.train.task import ReportSection
 from spanwise.vlm import VLMCollator
+from spanwise.vlm.families import TOKEN_KEYS
 from spanwise.vlm.inspect import tokens_of_row
 from spanwise.vlm.media import copied_in_rgb, gather, medium_of, parts_of
+from spanwise.vlm.tokens import NothingFitsError
 
 ROWS_SHOWN = 3
 ROWS_CHECKED = 64
@@ -174,6 +177,49 @@ def _model(recipe: TaskRecipe, processor: Any) -> Any:
     return AutoModelForImageTextToText.from_config(config, dtype=DTYPES[student.dtype])
 
 
+class RunCollator(VLMCollator):
+    """A run's collator: a batch whose rows are all too long becomes one that teaches nothing, and is counted.
+
+    Otherwise a run over small batches would end at its first long row.
+    """
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
+        """Collate rows."""
+        try:
+            return super().__call__(rows)
+        except NothingFitsError:
+            if not self.settings.drop_overlong:
+                raise
+        said = [{"role": role, "content": [{"type": "text", "text": "."}]} for role in ("user", "assistant")]
+        batch = super().__call__([{"conversation": said, "loss_multiplier": 0.0}])
+        batch["left_out"] = {"overlong": len(rows)}
+        return batch
+
+
+def _positions_in(model: nn.Module | None) -> Callable[..., Any] | None:
+    """The model's function that counts positions of media; an inspection has no model, and shows no positions."""
+    if model is None:
+        return _positions_of_text
+    parts: Any = model.modules()
+    return next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
+
+
+def _positions_of_text(input_ids: Tensor) -> tuple[Tensor, None]:
+    return torch.arange(input_ids.shape[1]).expand(3, 1, -1), None
+
+
+def _refuse_other_attention(model: nn.Module) -> None:
+    """The mask of a pack is one of bools, which sdpa obeys; eager attention would add it to its scores as 0 and 1."""
+    config: Any = model.config
+    attention = config.get_text_config()._attn_implementation
+    if attention != "sdpa":
+        raise ValueError(
+            f"data.packing is true and the student's attention is {attention!r}; expected 'sdpa', the only one that "
+            "obeys the mask of packed documents here. It was chosen in student.options, or the model has no other. "
+            "Fix: student.options.attn_implementation=sdpa, or data.packing=false."
+        )
+
+
 _MARKS = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
 
 
@@ -199,11 +245,12 @@ class VisionTask:
             "labels": section.labels, "max_length": recipe.data.context_length,
             "drop_overlong": section.drop_overlong, "sanitize": section.sanitize, "allow_unlabelled": True,
         }  # fmt: skip
-        inner = getattr(model, "model", None)
-        rope = getattr(inner, "get_rope_index", None)
-        self.plain_collator = VLMCollator(processor, **options)
-        packing: Literal["neat"] | None = "neat" if recipe.data.packing else None
-        self.collator = VLMCollator(processor, **options, packing=packing, get_rope_index=rope)
+        self.plain_collator = RunCollator(processor, **options)
+        self.collator = self.plain_collator
+        if recipe.data.packing:
+            if model is not None:
+                _refuse_other_attention(model)
+            self.collator = RunCollator(processor, **options, packing="neat", get_rope_index=_positions_in(model))
 
     def counts(self, batch: Mapping[str, Any]) -> dict[str, Float[Tensor, ""]]:
         """Labelled tokens."""
@@ -211,7 +258,8 @@ class VisionTask:
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, LossParts]:
         """One forward; labels are shifted already."""
-        logits: Tensor = model(**model_inputs(batch), use_cache=False).logits
+        inputs = model_inputs(batch)
+        logits: Tensor = model(**inputs, use_cache=False).logits
         labels = batch["labels"]
         total = nn.functional.cross_entropy(
             logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
@@ -219,6 +267,7 @@ class VisionTask:
         kept = labels != IGNORE_INDEX
         right = ((logits.argmax(-1) == labels) & kept).sum()
         metrics = {"ce/accuracy": Ratio(right.float(), kept.sum().float())}
+        total = total + zero_for_all(model, has_media=not inputs.keys() <= TOKEN_KEYS)
         return {"ce": LossParts(total, kept.sum().float(), metrics).scaled(scales["ce"])}
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
