@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.peer_sides.memory import peak, reset_peak
 from benchmarks.record import record
 from spanwise import CrossTokenizerCollator, TokenAligner, load_tokenizer, model_inputs
 from spanwise.teachers.scores import TeacherScores
@@ -127,9 +127,9 @@ def main() -> None:
     vocabulary = 2_048 if words.quick else words.vocabulary
     step = Step(vocabulary)
     if words.side:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = reset_peak()
         step.run(words.side)
-        print(json.dumps({"mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}))
+        print(json.dumps({"mb": peak() - before}))
         return
     seconds: dict[str, list[float]] = {"ours": [], "plain": []}
     for turn in range(2 if words.quick else 5):
@@ -152,7 +152,7 @@ def main() -> None:
             },
             {
                 "figure": "peak memory of the step, ours / plain",
-                "value": memory["ours"] / max(memory["plain"], 1e-9),
+                "value": memory["ours"] / memory["plain"],
                 "unit": "×",
                 "context": f"{memory['ours']:.0f} MB against {memory['plain']:.0f} MB, {shape}",
             },

@@ -250,7 +250,9 @@ def ended(run: Run) -> Iterator[Run]:
     finally:
         if run.process.poll() is None:
             run.process.kill()
-        run.process.communicate()
+        run.process.wait()
+        if run.process.stdout is not None:
+            run.process.stdout.close()
 
 
 def resume_rows(recipe: Path) -> list[Row]:
@@ -313,7 +315,7 @@ def main() -> None:
         rows += run_rows(recipe, 1 if quick else 3, 4 if quick else 6)
         rows += resume_rows(recipe)
         rows += pause_rows(recipe)
-    record("scale", rows)
+    record("scale-quick" if quick else "scale", rows)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,8 @@ def test_exit_codes(
         assert out == err == ""
         return
     assert json.loads(out) == {"error": f"{type(raised).__name__}: {raised}"}
-    assert err == f"{type(raised).__name__}: {raised}\n"
+    assert err.endswith(f"{type(raised).__name__}: {raised}\n")
+    assert ("in fail" in err) == (code == 1), "where an unforeseen failure came from is said"
 
 
 @pytest.mark.parametrize("words", [["no-such-verb"], ["doctor", "--no-such-option"], ["recipes", "no-such-verb"]])

@@ -32,9 +32,15 @@ def room_of(file: Path) -> str:
 
 
 def imported_rooms(file: Path) -> set[str]:
+    """Rooms by their full names; the package's own names, which would hide a room, are for those outside."""
     rooms = set()
     for node in ast.walk(ast.parse(file.read_text())):
         names = []
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file} imports relatively"
+            if node.module == "spanwise" and file.parent != SOURCE:
+                hidden = {alias.name for alias in node.names} - {*ROOMS, "__version__"}
+                assert not hidden, f"{file} imports {hidden} from the package, not from a room"
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

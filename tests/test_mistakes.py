@@ -37,6 +37,8 @@ FILES = {
     "sharegpt.jsonl": lines({"messages": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}),
     "chat.jsonl": lines({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}),
     "question.jsonl": lines({"conversation": [{"role": "user", "content": "which?"}]}),
+    "turns.jsonl": lines({"prompt": [{"role": "user", "content": "hi"}], "completion": [{"content": "ho"}]}),
+    "long.jsonl": lines({"text": "word " * 1_000}),
     "indented.yaml": "task: distill\n  output: run\n",
     "list.yaml": "- task: distill\n",
 }
@@ -51,6 +53,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_tokenizers.byte_level_bpe(500).save_pretrained(root / "large")
     for name, text in FILES.items():
         (root / name).write_text(text)
+    (root / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (root / "picture.yaml").write_bytes(b"\xff\xd8\xff\xe0")
     (root / "used").mkdir()
     (root / "used" / "log.jsonl").write_text("{}\n")
@@ -102,6 +105,23 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a word for a number": (["train", GOOD, "train.learning_rate=fast"], ["'fast'; expected a number"]),
     "true for a number": (["train", GOOD, "train.max_steps=true"], ["True; expected a whole number"]),
     "a space in an override": (["train", GOOD, "train.max_steps", "=", "3"], ["has no '='", "A space was probably"]),
+    "an argument without effect": (
+        ["train", GOOD, "train.label_smoothing_factor=0.1"],
+        ["'label_smoothing_factor' has no effect here", "take it out"],
+    ),
+    "windows with gaps": (
+        ["train", GOOD, "eval.window_bytes=64", "eval.stride_bytes=100"],
+        ["stride_bytes is 100 and window_bytes 64"],
+    ),
+    "a fused loss that cannot be": (
+        ["train", GOOD, "loss.fused=true", "teachers.0.loss=alm"],
+        ["loss.fused is true and a teacher's loss is alm"],
+    ),
+    "a seed too large": (["train", GOOD, "seed=5000000000"], ["seed: Input should be less than 4294967296"]),
+    "an option that no server has": (
+        ["train", GOOD, "teachers.0.model=", "teachers.0.url=http://x", "teachers.0.options.topk=8"],
+        ["teachers.options has topk; expected names among top_k"],
+    ),
     "a stream without an end": (
         ["train", GOOD, "data.stream=true", "train.max_steps=-1"],
         ["does not say how long it is", "set train.max_steps"],
@@ -120,6 +140,19 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a broken line of a stream": (
         ["train", GOOD, "data.train=broken.jsonl", "data.stream=true"],
         ["could not be read on", "without data.stream"],
+    ),
+    "a stream of blank rows": (
+        ["train", GOOD, "data.train=blank.jsonl", "data.stream=true", "student.tokenizer=large"],
+        ["the stream holds no text (left out: 2 rows without text)"],
+    ),
+    "text in another encoding": (["train", GOOD, "data.train=latin.txt"], ["latin.txt is no UTF-8", "iconv -f"]),
+    "held-out text in another encoding": (
+        ["train", GOOD, "data.eval=latin.txt"],
+        ["data.eval: the corpus could not be read on", "files in UTF-8"],
+    ),
+    "prompts that are chats": (
+        ["train", GOOD, "data.train=turns.jsonl"],
+        ["row 0 has [{", "under prompt or completion", "one list under messages"],
     ),
     "a number for a text": (["train", GOOD, "data.train=number.jsonl"], ["row 1 has 3 under text"]),
     "a chat of another form": (["train", GOOD, "data.train=sharegpt.jsonl"], ["from, value", "role and content"]),
@@ -142,6 +175,22 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "a plain loss across tokenizers": (
         ["train", GOOD, "teachers.0.loss=kl"],
         ["has another tokenizer than the student", "set its loss to prefix_kl"],
+    ),
+    "rows longer than the model": (
+        ["train", GOOD, "student.model.max_position_embeddings=64"],
+        ["data.context_length is 128 and the student has 64 positions"],
+    ),
+    "held-out windows longer than the model": (
+        ["train", GOOD, "student.model.max_position_embeddings=200", "data.eval=long.jsonl"],
+        ["a window of the held-out text has", "the model has 200 positions", "lower eval.window_bytes"],
+    ),
+    "modules that are not there": (
+        ["train", GOOD, "student.peft.target_modules=c_attn", "student.peft.r=2"],
+        ["student.peft does not fit the student", "target_modules: all-linear"],
+    ),
+    "a cache that is a file": (
+        ["train", GOOD, "teachers.0.model=", "teachers.0.cache=good.jsonl", "teachers.0.tokenizer=teacher"],
+        ["no cache of teacher scores at 'good.jsonl'", "spanwise cache RECIPE"],
     ),
     "a head narrower than its tokenizer": (
         ["train", GOOD, "student.model.vocab_size=100"],

@@ -1,15 +1,17 @@
 """The command line. Every verb calls a room; what a verb does is written there.
 
 Standard output carries the result (with ``--json`` exactly one object), standard error everything else. Exit code 2
-means the user's input, 1 that the run failed.
+means the user's input, 1 that the run failed; where nobody foresaw that, the lines that led there come first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
-from typing import Annotated, Any
+import traceback
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 # What a mistake in the input raises; everything else is a run that failed.
 INPUT_ERRORS = (ValueError, FileNotFoundError, FileExistsError, IsADirectoryError, PermissionError, ModuleNotFoundError)
 
@@ -79,6 +82,11 @@ def evaluate(
     from spanwise.train.mlm_evaluation import evaluate_masked, is_masked_checkpoint
 
     if is_masked_checkpoint(model):
+        if teacher is not None:
+            raise ValueError(
+                f"--teacher was given and '{model}' is a masked language model; expected a causal one, whose next "
+                "tokens can be compared. Fix: leave --teacher out."
+            )
         masked = evaluate_masked(
             model,
             data=data,
@@ -190,7 +198,7 @@ def serve_model(
     max_logprobs: Annotated[int, typer.Option(min=1, help="Log-probabilities per position.")] = 64,
     max_request_bytes: Annotated[int, typer.Option(min=1_024)] = 4 << 20,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Padded tokens per forward.")] = 4_096,
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print {url, model} once it listens.")] = False,
 ) -> None:
     """Serve a model's prompt log-probabilities over HTTP, so that it can teach from another machine."""
@@ -362,6 +370,8 @@ def column_names(pairs: list[str]) -> dict[str, str]:
 
 def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> None:
     """A verb's result: one object under ``--json``, else a table of names and values."""
+    if int(os.environ.get("RANK", "0")):  # of the processes of one run the first one speaks
+        return
     if as_json:
         print_json(result)
         return
@@ -369,11 +379,29 @@ def show(result: dict[str, Any], as_json: bool, hide: tuple[str, ...] = ()) -> N
     from rich.markup import escape
     from rich.table import Table
 
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    shown = {name: value for name, value in result.items() if name not in hide and value not in (None, {})}
+    lists = {
+        name: rows for name, rows in shown.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    }
     table = Table(show_header=False, box=None)
-    for name, value in result.items():
-        if name not in hide and value not in (None, {}):
-            table.add_row(escape(name), f"{value:.4f}" if isinstance(value, float) else escape(str(value)))
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for name in [name for name in shown if name not in lists]:
+        table.add_row(escape(name), escape(cell(shown[name])))
+    console.print(table)
+    for name, rows in lists.items():
+        table = Table(*(escape(str(key)) for key in rows[0]), title=escape(name), title_justify="left", box=None)
+        for each in rows:
+            table.add_row(*(escape(cell(value)) for value in each.values()))
+        console.print(table)
+
+
+def cell(value: Any) -> str:
+    """A value in a table: four digits of a fraction, the values of a list of objects one after another."""
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return ", ".join(" ".join(map(repr, each.values())) for each in value)
+    return str(value)
 
 
 def explain_usage(error: Any) -> str:
@@ -404,6 +432,8 @@ def main(arguments: list[str] | None = None) -> None:
         named = f"{type(error).__name__}: {message}"
         if as_json:
             print_json({"error": named})
+        if code == 1 and not type(error).__module__.startswith("spanwise."):  # nobody foresaw it: say where it was
+            traceback.print_tb(error.__traceback__)
         if message:  # without any argument the help was printed, which says it all
             sys.stderr.write(f"{named}\n")
     except KeyboardInterrupt:

@@ -90,7 +90,7 @@ def measure_untrained(name: str, work: Path, scale: Scale) -> dict[str, Any]:
     source = {ORIGINAL: BUILTIN_SMOLLM2, SWAPPED: str(work / "swapped")}[name]
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype=torch.bfloat16)
-    docs, tales = bits_per_byte(model, tokenizer, _swap_bytes(scale))
+    docs, tales = bits_per_byte(model, tokenizer, swap_bytes(scale))
     return arm(name, None, docs, tales, time.monotonic() - began)
 
 
@@ -106,7 +106,7 @@ def train_swap(name: str, source: str, seed: int, work: Path, scale: Scale) -> d
     result = train(parse_recipe(swap_recipe(source, seed, scale=scale, folder=folder)))
     seconds = time.monotonic() - began
     model, tokenizer = load_model(folder, dtype=torch.bfloat16), load_tokenizer(folder)
-    docs, tales = bits_per_byte(model, tokenizer, _swap_bytes(scale))
+    docs, tales = bits_per_byte(model, tokenizer, swap_bytes(scale))
     return arm(name, seed, docs, tales, seconds, loss=result["loss_per_step"])
 
 
@@ -188,5 +188,6 @@ def arm(name: str, seed: int | None, docs: float, tales: float, seconds: float, 
     }
 
 
-def _swap_bytes(scale: Scale) -> int:
+def swap_bytes(scale: Scale) -> int:
+    """How much held-out text of a domain the 135M models are measured on."""
     return SWAP_HELD_OUT_BYTES // 4 if scale.small_student else SWAP_HELD_OUT_BYTES

@@ -33,8 +33,7 @@ from spanwise.demo.arms import (
     student_recipe,
 )
 from spanwise.demo.arms import SWAPPED_TRAINED as TRAINED
-from spanwise.demo.jobs import _swap_bytes as swap_bytes
-from spanwise.demo.jobs import held_out
+from spanwise.demo.jobs import held_out, swap_bytes
 from spanwise.demo.sentence import PROVES_NOTHING, equal_wall_clock, lead, share_closed, values
 from spanwise.loading import BUILTIN_SMOLLM2, load_tokenizer
 from spanwise.report.align_page import chunk_boxes
@@ -224,10 +223,10 @@ def _cost_part(arms: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> s
 def _fine_print(arms: Sequence[Mapping[str, Any]], scale: Scale) -> str:
     of_swap, of_student = (
         " and ".join(
-            f"{len(texts)} {kind} ({_bytes_of(texts):,} bytes)"
+            f"{len(texts)} {kind if len(texts) == 1 else f'{kind}s'} ({_bytes_of(texts):,} bytes)"
             for kind, texts in (
-                ("pages of the help", held_out(DOCS_HELD_OUT, most)),
-                ("of the tales", held_out(TALES_HELD_OUT, most)),
+                ("help page", held_out(DOCS_HELD_OUT, most)),
+                ("tale", held_out(TALES_HELD_OUT, most)),
             )
         )
         for most in (swap_bytes(scale), None)
