@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spanwise.cli import show
+from spanwise.report.terminal import show
 from spanwise.train.run_folder import checkpoints, verify_checkpoint
 from tests.train import runs
 from tests.train.small_tasks import alone, dealt, distill, masked, streamed, vision

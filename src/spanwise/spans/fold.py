@@ -143,7 +143,7 @@ def swallowed_blanks(stream: bytes, words: Words) -> Positions:
 def without_blanks_beside(stream: bytes, words: Words) -> Fold:
     """Words swallow the blanks beside them: each becomes one place, from its first blank to its last, that spells it.
 
-    >>> without_blanks_beside(b"a <end>\n b", {b"<end>": (False, True)}).content
+    >>> without_blanks_beside(b"a <end>  b", {b"<end>": (False, True)}).content
     b'a <end>b'
     """
     low, high, start, end = swallowed_blanks(stream, words)
