@@ -111,7 +111,10 @@ class CheckpointingTrainer(UploadingTrainer, ABC):
         if load_result.unexpected_keys and hasattr(model, "from_pretrained"):
             released = type(model).from_pretrained(self._weights_at, dtype=model.dtype)
             load_result = model.load_state_dict(released.state_dict(), strict=True)
-        super()._issue_warnings_after_load(load_result)
+        # Tied weights are written once: the others of a tie are there as soon as that one is.
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        if load_result.unexpected_keys or set(load_result.missing_keys) - tied:
+            super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
