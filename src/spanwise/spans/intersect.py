@@ -102,18 +102,17 @@ def intersect(
     np.add.at(count, axis.row_of, total)
     origin = before - np.concatenate([before, [0]])[axis.row_first][axis.row_of]
     chunk = origin + per_boundary
-    ids = []
-    for shift, where in enumerate(at):
-        # Index -1, no boundary, reads the sentinel at the end.
-        ids.append(np.append(np.where(axis.closed, chunk + shift * split, -1), -1)[where])
+    # Index -1, no boundary, reads the sentinel at the end.
+    mine = np.append(np.where(axis.closed, chunk, -1), -1)
+    ids = [mine[at[0]], (mine + np.append(axis.closed & split, False) if split.any() else mine)[at[1]]]
     good = np.flatnonzero(axis.closed & ~axis.bad)
     correct = [(axis.row_of[good] << 32) + chunk[good]]
-    for (boundary, place, both), (mine, theirs) in cells:
+    for (boundary, place, both), (left, right) in cells:
         number = origin[boundary] + place
-        if mine is not None:
-            ids[0][mine] = number
-        if theirs is not None:
-            ids[1][theirs] = number
+        if left is not None:
+            ids[0][left] = number
+        if right is not None:
+            ids[1][right] = number
         if both:
             correct.append(np.array([(axis.row_of[boundary] << 32) + number], dtype=np.int64))
     keys = np.sort(np.concatenate(correct)) if len(correct) > 1 else correct[0]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from spanwise.spans.fold import Flags, Positions, unfinished
 from spanwise.spans.intersect import Placed
-from spanwise.spans.profile import Profile
+from spanwise.spans.profile import IS_SPECIAL, IS_UNKNOWN, Profile, entry_length, entry_start
 
 Stream = npt.NDArray[np.uint8]
 
@@ -172,14 +172,13 @@ class _Laid:
 
 
 def _lay_out(side: Tokens, edges: _Edges, other_dummy: str, other_spaced: Flags) -> _Laid:
-    profile, ids, bounds = side.profile, side.ids, side.bounds
+    profile, bounds = side.profile, side.bounds
     rows = len(bounds) - 1
-    lengths = profile.lengths[ids]
+    lengths, starts = entry_length(edges.entry), entry_start(edges.entry)
     lengths[edges.inserted] = 0
-    starts = profile.offsets[ids]
-    unsure = ~profile.known[ids] & ~edges.inserted
-    if profile.dummy != "none" or other_dummy != "none":
-        unsure |= profile.special[ids] & ~edges.inserted
+    doubt = IS_UNKNOWN if profile.dummy == other_dummy == "none" else IS_UNKNOWN | IS_SPECIAL
+    unsure = (edges.entry & doubt).astype(bool)
+    unsure[edges.inserted] = False
     doubtful = _any_per_row(unsure, bounds)
     if profile.dummy == "unless_space":
         extra = edges.spaced & ~other_spaced  # where both sides have it, the text may have it too
@@ -203,10 +202,11 @@ def _lay_out(side: Tokens, edges: _Edges, other_dummy: str, other_spaced: Flags)
 class _Edges:
     """Control tokens at the edges of rows.
 
-    ``inserted`` bool [n]; per row the ``first`` token that is none of them (-1: no such), whether its bytes begin with
+    ``entry`` int64 [n], the profile's entry of every token; ``inserted`` bool [n]; per row the ``first`` token that is none of them (-1: no such), whether its bytes begin with
     a space (``spaced``), and whether control tokens end the row (``trailing``).
     """
 
+    entry: Positions
     inserted: Flags
     first: Positions
     spaced: Flags
@@ -215,27 +215,28 @@ class _Edges:
 
 def _edges(side: Tokens) -> _Edges:
     profile, bounds = side.profile, side.bounds
-    special = profile.special[side.ids]
+    entry = profile.entries[side.ids]
+    special = (entry & IS_SPECIAL).astype(bool)
     inserted = np.zeros(len(special), dtype=bool)
     rows = len(bounds) - 1
-    first = np.full(rows, -1, dtype=np.int64)
+    first = np.where(bounds[:-1] < bounds[1:], bounds[:-1], -1)
     trailing = np.zeros(rows, dtype=bool)
-    for row in range(rows):
+    for row in range(rows) if special.any() else ():
         low, high = int(bounds[row]), int(bounds[row + 1])
         text = np.flatnonzero(~special[low:high])
         if not len(text):
             inserted[low:high] = True
-            trailing[row] = high > low
+            first[row], trailing[row] = -1, high > low
             continue
         inserted[low : low + text[0]] = True
         inserted[low + text[-1] + 1 : high] = True
         first[row] = low + text[0]
         trailing[row] = low + text[-1] + 1 < high
     spaced = np.zeros(rows, dtype=bool)
-    leading = side.ids[first[first >= 0]]
-    full = profile.lengths[leading] > 0
-    spaced[first >= 0] = full & (profile.flat[np.where(full, profile.offsets[leading], 0)] == _SPACE)
-    return _Edges(inserted, first, spaced, trailing)
+    leading = entry[first[first >= 0]]
+    full = entry_length(leading) > 0
+    spaced[first >= 0] = full & (profile.flat[np.where(full, entry_start(leading), 0)] == _SPACE)
+    return _Edges(entry, inserted, first, spaced, trailing)
 
 
 def _may_be_text(side: Tokens, edges: _Edges, row: int, stream: Stream) -> bool:

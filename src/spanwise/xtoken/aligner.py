@@ -256,9 +256,8 @@ def _agreed_ends(places: BatchPlaces, side: int, chunks: Chunks, correct: Flags)
     placed, numbers = ((places.student, chunks.student), (places.teacher, chunks.teacher))[side]
     ends = placed.end.astype(np.int32)
     ends[places.changed[side]] = -1
-    quality = places.quality[placed.row]
-    doubtful = quality >= RESYNC
-    if doubtful.any():
+    if (places.quality >= RESYNC).any():
+        quality = places.quality[placed.row]
         claimed = (numbers >= 0) & correct[placed.row, numbers]
-        ends[(doubtful & ~claimed) | (quality == FAILED)] = -1
+        ends[((quality >= RESYNC) & ~claimed) | (quality == FAILED)] = -1
     return ends
