@@ -40,7 +40,7 @@ from spanwise.xtoken.losses import Head, fused, gold, next_token_ce, plan_chunks
 STUDENT, REPEATS = 128_256, 7
 ROWS_COLLATED, WINDOW_BYTES, CONTEXT = 4, 6_000, 2_048
 NEVER_MEASURED = {
-    "more than one GPU": "DDP ran on gloo and CPUs only, FSDP2 there and on one GPU (tests)",
+    "more than one GPU": "DDP ran on gloo and CPUs only; FSDP2 there and on one GPU (tests)",
     "scores between machines": "the streamed teacher and the queue ran on one machine without a GPU",
     "images and text": "a small model trains on a GPU (tests); never timed there",
     "masked models": "a small model trains on a GPU (tests); never timed there",
