@@ -42,6 +42,12 @@ def pinned(*packages: str) -> list[str]:
     return [f"{package}=={releases[package]}" for package in packages]
 
 
+def trl_python() -> str:
+    """TRL's environment, one for every comparison with it; its vision collator needs pillow, which it does not name."""
+    packages = ("torch", "transformers", "tokenizers", "accelerate", "datasets")
+    return peer_python("trl", [*pinned(*packages), "trl==1.16.0", "pillow==13.0.0"])
+
+
 def peer_python(name: str, pins: Sequence[str]) -> str:
     """The interpreter of a peer's virtual environment, which is made when it is missing or holds other releases.
 

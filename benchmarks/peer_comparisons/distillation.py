@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_comparisons.row import Row, middle, ratio, releases
-from benchmarks.peer_process import Side, peer_python, pinned
+from benchmarks.peer_process import Side, trl_python
 
-PINS = [*pinned("torch", "transformers", "tokenizers", "accelerate", "datasets"), "trl==1.16.0"]
 WINDOW_BYTES, PROMPT_BYTES, STEPS, REPEATS = 1_000, 20, 4, 2
 STUDENT = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 6}
 TEACHER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -29,7 +28,7 @@ Found = dict[str, list[dict[str, float]]]
 
 def compare(quick: bool) -> list[Row]:
     """Rows for a student with 8,192 tokens of its own, and for Llama 3.2's 128k without ``quick``."""
-    python = peer_python("trl", PINS)
+    python = trl_python()
     rows: list[Row] = []
     for student, count, turns in (("own", 4, 1 if quick else 3), ("llama3_2", 2, 1))[: 1 if quick else 2]:
         with tempfile.TemporaryDirectory() as folder:

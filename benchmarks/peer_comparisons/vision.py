@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peer_comparisons.row import Row, middle, plain, ratio, releases
-from benchmarks.peer_process import Side, peer_python, pinned
+from benchmarks.peer_process import Side, trl_python
 
-PINS = [*pinned("torch", "transformers", "tokenizers", "accelerate", "datasets"), "trl==1.16.0"]
 # way → what it is called; each is asked of the side that has it.
 WAYS = {
     "ours": "ours, proven",
@@ -35,7 +34,7 @@ TIMED = {
 
 def compare(quick: bool) -> list[Row]:
     """Labels on conversations of eight or nine families, and seconds of a batch."""
-    python = peer_python("trl", PINS)
+    python = trl_python()
     with Side("peer_sides/vision_ours.py") as ours, Side("peer_sides/vision_trl.py", python) as theirs:
         said = releases(theirs.ask("versions", packages=["trl", "transformers", "torch", "pillow"]))
         return label_rows(ours, theirs, 2 if quick else 10, said) + time_rows(ours, theirs, quick, said)
