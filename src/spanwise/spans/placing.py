@@ -202,8 +202,9 @@ def _lay_out(side: Tokens, edges: _Edges, other_dummy: str, other_spaced: Flags)
 class _Edges:
     """Control tokens at the edges of rows.
 
-    ``entry`` int64 [n], the profile's entry of every token; ``inserted`` bool [n]; per row the ``first`` token that is none of them (-1: no such), whether its bytes begin with
-    a space (``spaced``), and whether control tokens end the row (``trailing``).
+    ``entry`` int64 [n], the profile's entry of every token; ``inserted`` bool [n]; per row the ``first`` token that is
+    none of them (-1: no such), whether its bytes begin with a space (``spaced``), and whether control tokens end the
+    row (``trailing``).
     """
 
     entry: Positions
